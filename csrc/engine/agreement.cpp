@@ -137,7 +137,7 @@ std::vector<int> Agreement::children() const {
 // A rank that has not created the group yet stores what it receives and does not act on it. So it
 // is notified of a collective immediately, and then at growing intervals.
 bool Agreement::mayRepeat(int rank, uint64_t sequence) {
-  if (mailbox_.isThere(rank)) {
+  if (mailbox_.hasGroup(rank)) {
     repeated_.erase(rank);
     return true;
   }

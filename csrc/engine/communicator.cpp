@@ -364,7 +364,7 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
                                 ? MessageClass::kPointToPoint
                                 : MessageClass::kWindow;
   if (kind == OpKind::kPut) {
-    mailbox_.put(*op, message.rank, message.tag, message.offset, signature, message.data);
+    mailbox_.windows().put(*op, message.rank, message.tag, message.offset, signature, message.data);
   } else if (isOutgoing(kind)) {
     mailbox_.send(*op, message.rank, messageClass, message.tag, signature, message.data);
   } else {

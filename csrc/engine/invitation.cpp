@@ -173,7 +173,7 @@ void Invitation::send(const InvitationMessage& message) {
   const GroupAddress& group = mailbox_.group();
   const std::string payload =
       macOf(group, message) + static_cast<char>(message.content) + message.text;
-  mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, group.opensLater ? 0 : 1);
+  mailbox_.notify(kReceiver, FrameKind::kInvitation, payload, group.opensLater ? 0 : 1);
 }
 
 Invitation::~Invitation() { mailbox_.detach(); }

@@ -279,7 +279,7 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
       continue;
     }
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
-    const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasHeardOf(rank) ||
+    const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasReceivedFrom(rank) ||
                           !hasEnded(group.peers[rank], loss);
     Cause fields;
     fields.incident = incidentOf(uid);

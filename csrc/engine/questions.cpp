@@ -249,7 +249,7 @@ void Questions::passOn(Question question, const Block& block) {
   const std::string text = question.encode();
   if (text.size() > kMaxQuestion) return;
   for (size_t i = 0; i < std::min(block.ranks.size(), kMaxAsked); ++i) {
-    mailbox.tell(block.ranks[i], FrameKind::kQuestion, text, fnv1a(question.way));
+    mailbox.notify(block.ranks[i], FrameKind::kQuestion, text, fnv1a(question.way));
   }
 }
 
@@ -295,7 +295,7 @@ void Questions::onQuestion(int source, const std::string& text) {
   if (!Question::decode(text, &question)) return;
   std::optional<Block> block;
   const std::string answer = explain(question, &block);
-  mailbox_.tell(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
+  mailbox_.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
   const auto way = decodeWay(question.way);
   if (!block || way.empty()) return;
   const std::string& self = engine_.mesh()->address().uid;
@@ -353,7 +353,7 @@ void Questions::onDeadlock(const std::string& payload) {
       const auto& peers = group->mailbox().group().peers;
       for (size_t rank = 0; i + 1 < way.size() && rank < peers.size(); ++rank) {
         if (peers[rank].uid != way[i + 1].first) continue;
-        group->mailbox().tell(static_cast<int>(rank), FrameKind::kDeadlock, payload);
+        group->mailbox().notify(static_cast<int>(rank), FrameKind::kDeadlock, payload);
       }
       Cause fields;
       fields.incident = incidentOf(cycle);

@@ -115,7 +115,7 @@ Task Window::introduce(CollectiveRunner& runner) {
   isExposed_ = !neighbours().empty() && SharedHeap::process().expose(memory_);
   group_->noteWindow(shared_from_this());
   // This precedes the exchange, after which other ranks may put into it.
-  group_->mailbox().openWindow(id_, memory_);
+  group_->mailbox().windows().open(id_, memory_);
   std::vector<Part> parts(ranks);
   parts[group_->rank()] = ownPart();
   MYCOLL_CO_RETURN_IF_ERROR(
@@ -236,7 +236,7 @@ void Window::end() {
     ignoreMessages();
   }
   Mailbox& mailbox = group_->mailbox();
-  mailbox.closeWindow(
+  mailbox.windows().close(
       id_, Status(Code::kAborted, "mycoll group '" + group_->options().name + "': window #" +
                                       std::to_string(id_) + " has been closed on this rank"));
   mailbox.mesh().sleeper().wakeAll();  // threads whose waits have ended

@@ -3,7 +3,6 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 
 #include "transport/peer.h"
@@ -13,20 +12,12 @@ namespace {
 
 // Limits one drain(), as any process of the host may ring, at any rate.
 constexpr int kMostAtOnce = 64;
-
-unsigned fillAddress(const std::string& uid, sockaddr_un* address) {
-  std::string name = "mycoll-bell-" + publicName(uid);
-  std::memset(address, 0, sizeof(*address));
-  address->sun_family = AF_UNIX;
-  // A leading zero byte selects the abstract namespace, which leaves nothing in a file system.
-  std::memcpy(address->sun_path + 1, name.data(), name.size());
-  return static_cast<unsigned>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-}
+constexpr char kBellName[] = "mycoll-bell-";
 
 }  // namespace
 
 Bell::Bell(int socket, const std::string& uid) : socket_(socket) {
-  length_ = fillAddress(uid, &address_);
+  length_ = unixAddressOf(kBellName, uid, &address_);
 }
 
 void Bell::ring() const {
@@ -38,7 +29,7 @@ void Bell::ring() const {
 Status BellSocket::open(const std::string& uid) {
   Fd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;
-  unsigned length = fillAddress(uid, &address);
+  const socklen_t length = unixAddressOf(kBellName, uid, &address);
   if (!socket.isOpen() ||
       bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
     return Status(Code::kNetwork, std::string("cannot open a unix socket: ") + strerror(errno));

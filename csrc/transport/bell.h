@@ -32,7 +32,6 @@ class BellSocket {
   // Listens under this process's uid.
   Status open(const std::string& uid);
   int fd() const { return socket_.get(); }
-  Bell bellOf(const std::string& uid) const { return Bell(socket_.get(), uid); }
   // Receives all messages that have arrived. Returns false if some may be left.
   bool drain();
 

@@ -51,6 +51,13 @@ void Dial::moveTo(State next) {
 Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
     : local_(local), peer_(peer), joining_(joining) {
   if (!begin()) nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
+  ++local_.dialing;
+  local_.pending.fetch_add(1, std::memory_order_relaxed);
+}
+
+Dial::~Dial() {
+  --local_.dialing;
+  local_.pending.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // The oldest group that both are in authenticates the connection, whichever group needs it: the
@@ -67,8 +74,16 @@ bool Dial::begin() {
   }
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
-  voucher_ = {group.isInvitation, group.opensLater, group.context,
-              group.secret,       group.rank,       mailbox.presentRank(peer_.uid)};
+  secret_ = group.secret;
+  hello_ = {};
+  hello_.joins = joining_.connection;
+  hello_.isInvitation = group.isInvitation;
+  hello_.opensLater = group.opensLater;
+  hello_.context = group.context;
+  hello_.source = group.rank;
+  hello_.destination = mailbox.presentRank(peer_.uid);
+  std::memcpy(hello_.sourceUid, local_.address.uid.data(), sizeof(hello_.sourceUid));
+  std::memcpy(hello_.destinationUid, peer_.uid.data(), sizeof(hello_.destinationUid));
   outcome_ = Outcome::kAccepted;
   moveTo(State::kTrying);
   task_ = attempt();
@@ -91,13 +106,13 @@ void Dial::finish() {
     notYet_ += outcome_ == Outcome::kNotYet;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
     nextAttempt_ =
-        Deadline::after(isLater                                 ? kConnectAgain
-                        : isLastGroup && !voucher_.isInvitation ? kLastWords
-                                                                : std::chrono::milliseconds(0));
+        Deadline::after(isLater                               ? kConnectAgain
+                        : isLastGroup && !hello_.isInvitation ? kLastWords
+                                                              : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
   }
   if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0 &&
-      !voucher_.isInvitation) {
+      !hello_.isInvitation) {
     if (givesUp_.isNever()) givesUp_ = Deadline::after(kLastWords);
     if (!givesUp_.expired()) {
       nextAttempt_ = Deadline::after(kLookAgain);
@@ -109,7 +124,7 @@ void Dial::finish() {
 
 Dial::Left Dial::left() const {
   if (outcome_ != Outcome::kGone) return {nullptr, -1};
-  return {local_.groups.find(voucher_.context, voucher_.source), voucher_.destination};
+  return {local_.groups.find(hello_.context, hello_.source), hello_.destination};
 }
 
 void Dial::again() {
@@ -121,11 +136,6 @@ void Dial::again() {
 Status Dial::hungUp(bool isShm) {
   if (!isShm && ++hangUps_ <= kMaxHangUps) outcome_ = Outcome::kBusy;
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
-}
-
-bool Dial::isToTryAgain() const {
-  return outcome_ == Outcome::kNotYet || outcome_ == Outcome::kGone ||
-         outcome_ == Outcome::kAskAgain || outcome_ == Outcome::kBusy;
 }
 
 Status Dial::notNow(Outcome outcome) {
@@ -229,40 +239,55 @@ Task Dial::attempt() {
   co_return Status(Code::kNetwork, reasons);
 }
 
+// The connecting side of the handshake. There is no deadline: the peer may be stopped and continue
+// later. If it ends, so does the socket.
 Task Dial::shakeHands(Fd socket, bool isShm) {
-  if (isShm) (void)local_.sleeper.watch(socket.get());
-  handshake_ = {};
-  handshake_.socket = socket.get();
-  handshake_.secret = voucher_.secret;
-  // The peer may be stopped and continue later. If it ends, so does the connection.
-  handshake_.deadline = Deadline::never();
-  handshake_.makesRings = isShm;
-  Hello& hello = handshake_.hello;
-  hello.isShm = isShm;
-  hello.joins = joining_.connection;
-  hello.isInvitation = voucher_.isInvitation;
-  hello.opensLater = voucher_.opensLater;
-  hello.context = voucher_.context;
-  hello.source = voucher_.source;
-  hello.destination = voucher_.destination;
-  std::memcpy(hello.sourceUid, local_.address.uid.data(), sizeof(hello.sourceUid));
-  std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
-  MYCOLL_CO_RETURN_IF_ERROR(co_await mycoll::shakeHands(handshake_));
-  switch (handshake_.outcome) {
-    case Outcome::kAccepted: break;
-    case Outcome::kNotYet:
-    case Outcome::kGone:
-    case Outcome::kAskAgain: co_return notNow(handshake_.outcome);
-    case Outcome::kHungUp:
-    case Outcome::kBusy: co_return hungUp(isShm);
-    case Outcome::kDistrusted:
-      isDistrusted_ = true;
-      co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
-    case Outcome::kRefused:
-      co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
+  const int fd = socket.get();
+  const Deadline never = Deadline::never();
+  if (isShm) (void)local_.sleeper.watch(fd);
+  hasProved_ = false;
+  hello_.isShm = isShm;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello_.nonce, sizeof(hello_.nonce)));
+  if (!sendWhole(fd, &hello_, sizeof(hello_))) co_return hungUp(isShm);
+  Challenge challenge;
+  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), never);
+  co_await readChallenge;
+  if (readChallenge.hasFailed()) co_return hungUp(isShm);
+  if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
+    co_return notNow(challenge.outcome);
   }
-  link_ = local_.makeLink(peer_, std::move(socket), std::move(handshake_.rings), RingSide::kMaker);
-  link_.id = idOf(handshake_.proof);
+  if (!constantTimeEqual(acceptorProof(secret_, hello_, challenge.nonce), challenge.mac)) {
+    isDistrusted_ = true;
+    co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
+  }
+
+  Proof proof;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
+  proof.mac = connectorProof(secret_, hello_, challenge.nonce, proof.cookie);
+  hasProved_ = true;
+  std::shared_ptr<Segment> rings;
+  if (isShm) {
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &rings));
+    std::memcpy(reinterpret_cast<RingHeader*>(rings->data())->cookie, proof.cookie,
+                sizeof(proof.cookie));
+    if (!sendDescriptor(fd, rings->fd(), reinterpret_cast<const char*>(&proof), sizeof(proof))) {
+      if (errno == EPIPE || errno == ECONNRESET) co_return hungUp(isShm);
+      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
+    }
+    rings->closeFd();
+  } else if (!sendWhole(fd, &proof, sizeof(proof))) {
+    co_return hungUp(isShm);
+  }
+  Verdict verdict;
+  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), never);
+  co_await readVerdict;
+  if (readVerdict.hasFailed()) co_return hungUp(isShm);
+  if (verdict.outcome == Outcome::kAskAgain) co_return notNow(verdict.outcome);
+  if (verdict.outcome != Outcome::kAccepted) {
+    co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
+  }
+  link_ = local_.makeLink(peer_, std::move(socket), std::move(rings), RingSide::kMaker);
+  link_.id = idOf(proof);
   co_return Status();
 }
 

@@ -46,11 +46,12 @@ class Dial {
   };
   // Begins the first attempt. The peer's address outlives this.
   Dial(Local& local, const PeerAddress& peer, Joining joining) REQUIRES(ioRole);
+  ~Dial();
+  Dial(const Dial&) = delete;
+  Dial& operator=(const Dial&) = delete;
   State state() const REQUIRES(ioRole) { return state_; }
   // Whether the peer may have made the connection already, as it knows that this side wants it.
-  bool hasProved() const REQUIRES(ioRole) {
-    return state_ == State::kTrying && handshake_.hasProved;
-  }
+  bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
 
   // Continues an attempt if what it waits for has happened.
   void goOn() REQUIRES(ioRole);
@@ -77,7 +78,7 @@ class Dial {
   bool begin() REQUIRES(ioRole);
   void finish() REQUIRES(ioRole);
   Status hungUp(bool isShm) REQUIRES(ioRole);
-  bool isToTryAgain() const REQUIRES(ioRole);
+  bool isToTryAgain() const REQUIRES(ioRole) { return outcome_ != Outcome::kAccepted; }
   Status notNow(Outcome outcome) REQUIRES(ioRole);
   Task attempt() REQUIRES(ioRole);
   Task shakeHands(Fd socket, bool isShm) REQUIRES(ioRole);
@@ -89,12 +90,14 @@ class Dial {
   const PeerAddress& peer_;
   const Joining joining_;
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
-  Task task_ GUARDED_BY(ioRole);                         // of the attempt that is under way
-  HandshakeGroup voucher_ GUARDED_BY(ioRole);            // of the latest attempt
-  Outcome outcome_ GUARDED_BY(ioRole) = Outcome::kGone;  // of that attempt
+  Task task_ GUARDED_BY(ioRole);  // of the attempt that is under way
+  // Of the latest attempt: the group that authenticates it, and why another one may succeed.
+  Hello hello_ GUARDED_BY(ioRole);
+  std::string secret_ GUARDED_BY(ioRole);
+  bool hasProved_ GUARDED_BY(ioRole) = false;
+  Outcome outcome_ GUARDED_BY(ioRole) = Outcome::kAccepted;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
-  Handshake handshake_ GUARDED_BY(ioRole);                   // of this attempt
   bool isDistrusted_ GUARDED_BY(ioRole) = false;             // the peer's proof was wrong
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
   int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer

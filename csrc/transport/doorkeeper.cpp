@@ -190,8 +190,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     Challenge answer{};
     answer.outcome =
         isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
-    WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
-    co_await sendAnswer;
+    (void)sendWhole(fd, &answer, sizeof(answer));
     co_return refused;
   }
   deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
@@ -201,18 +200,18 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   const std::string secret = mailbox->group().secret;
-  PeerAddress peer = mailbox->group().peers[hello.source];
+  visitor->entrant = {mailbox->group().peers[hello.source], hello.joins, isInvitation, Link()};
+  PeerAddress& peer = visitor->entrant.peer;
   peer.uid = sourceUid;
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
   challenge.mac = acceptorProof(secret, hello, challenge.nonce);
-  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), deadline);
-  co_await sendChallenge;
+  if (!sendWhole(fd, &challenge, sizeof(challenge))) co_return refused;
   Proof proof;
   Fd memory;
   ReadExactly readProof(fd, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
   co_await readProof;
-  if (sendChallenge.hasFailed() || readProof.hasFailed()) co_return refused;
+  if (readProof.hasFailed()) co_return refused;
   Digest expected = connectorProof(secret, hello, challenge.nonce, proof.cookie);
   if (!constantTimeEqual(expected, proof.mac)) {
     MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
@@ -220,8 +219,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   }
   const bool isStill = local_.groups.find(hello.context, hello.destination) != nullptr;
   Verdict verdict;
-  verdict.outcome =
-      isInvitation && !isStill ? Outcome::kGone : admit_({sourceUid, hello.joins, isInvitation});
+  verdict.outcome = isInvitation && !isStill ? Outcome::kGone : admit_(visitor->entrant);
   if (verdict.outcome == Outcome::kGone) co_return refused;
   std::shared_ptr<Segment> segment;
   if (hello.isShm && verdict.outcome == Outcome::kAccepted) {
@@ -231,13 +229,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
                                       proof.cookie, sizeof(proof.cookie)) == 0;
     if (!isMapped) verdict.outcome = Outcome::kRefused;
   }
-  WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
-  co_await sendVerdict;
-  if (sendVerdict.hasFailed() || verdict.outcome != Outcome::kAccepted) co_return refused;
-  visitor->entrant = {
-      peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
-      hello.joins};
-  visitor->entrant.link.id = idOf(proof);
+  if (!sendWhole(fd, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
+    co_return refused;
+  }
+  Link& link = visitor->entrant.link;
+  link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker);
+  link.id = idOf(proof);
   co_return Status();
 }
 

@@ -23,21 +23,16 @@ namespace mycoll {
 
 class Doorkeeper {
  public:
-  // An authenticated connection.
+  // A peer that has authenticated itself.
   struct Entrant {
     PeerAddress peer;
-    Link link;
-    uint64_t joins = 0;  // 0: it makes a connection
-  };
-  // What a peer that has authenticated itself asks for.
-  struct Claim {
-    std::string uid;
-    uint64_t joins = 0;
-    bool isInvitation = false;  // no group need contain it
+    uint64_t joins = 0;         // the connection that the link joins; 0: it makes one
+    bool isInvitation = false;  // no group need contain the peer
+    Link link;                  // once it is admitted
   };
   // kAccepted, kAskAgain, kRefused, or kGone: no group contains it any more. It learns that when it
   // asks again.
-  using Admit = std::function<Outcome(const Claim& claim)>;
+  using Admit = std::function<Outcome(const Entrant& entrant)>;
   using Enter = std::function<void(Entrant)>;
 
   Doorkeeper(Local& local, Admit admit, Enter enter);

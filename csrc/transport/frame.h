@@ -75,6 +75,11 @@ inline bool isForming(FrameKind kind) {
   return kind == FrameKind::kInvitation || kind == FrameKind::kJoined || kind == FrameKind::kFormed;
 }
 
+// Whether its payload may be a part of a message only.
+inline bool comesInPieces(FrameKind kind) {
+  return kind == FrameKind::kData || kind == FrameKind::kMore || kind == FrameKind::kPut;
+}
+
 // The tag of a collective: its number, then the step within it, in this many bits.
 constexpr int kStepBits = 20;
 

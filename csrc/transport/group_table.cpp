@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kFrameOverhead = 256;
 constexpr size_t kMostOverflown = 4096;
 
-size_t sizeOf(const EarlyFrame& frame) { return frame.payload.size() + kFrameOverhead; }
+size_t sizeOf(const WholeFrame& frame) { return frame.payload.size() + kFrameOverhead; }
 
 // Whether a waiting rank sends such frames repeatedly: see frame.h.
 bool isRepeated(const FrameHeader& header) {
@@ -85,7 +85,7 @@ bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
     if (overflown_.size() >= kMostOverflown) overflown_.erase(overflown_.begin());
     overflown_.insert(victim);
     if (victim == group) return false;
-    std::erase_if(early_, [&](const EarlyFrame& frame) REQUIRES(ioRole) {
+    std::erase_if(early_, [&](const WholeFrame& frame) REQUIRES(ioRole) {
       if (Key{frame.header.context, frame.header.destination} != victim) return false;
       earlyBytes_ -= sizeOf(frame);
       return true;
@@ -94,10 +94,10 @@ bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
   return !overflown_.count(group);
 }
 
-void GroupTable::keep(EarlyFrame frame) {
+void GroupTable::keep(WholeFrame frame) {
   const FrameHeader& header = frame.header;
   if (isRepeated(header)) {
-    std::erase_if(early_, [&](const EarlyFrame& other) REQUIRES(ioRole) {
+    std::erase_if(early_, [&](const WholeFrame& other) REQUIRES(ioRole) {
       const bool isOlder = other.header.kind == header.kind && other.header.tag == header.tag &&
                            other.header.context == header.context &&
                            other.header.source == header.source &&
@@ -110,12 +110,12 @@ void GroupTable::keep(EarlyFrame frame) {
   early_.push_back(std::move(frame));
 }
 
-std::vector<EarlyFrame> GroupTable::takeEarly(uint64_t context, int rank, bool* isComplete) {
+std::vector<WholeFrame> GroupTable::takeEarly(uint64_t context, int rank, bool* isComplete) {
   *isComplete = overflown_.erase({context, rank}) == 0;
-  std::vector<EarlyFrame> all, taken;
+  std::vector<WholeFrame> all, taken;
   all.swap(early_);
   earlyBytes_ = 0;
-  for (EarlyFrame& frame : all) {
+  for (WholeFrame& frame : all) {
     if (frame.header.context == context && frame.header.destination == rank) {
       taken.push_back(std::move(frame));
     } else {

@@ -21,18 +21,20 @@
 #include "transport/frame.h"
 #include "transport/handshake.h"
 #include "transport/io_lock.h"
+#include "transport/shm/shared_heap.h"
 
 namespace mycoll {
 
 class Mailbox;
 struct PeerAddress;
 
-// A whole frame that arrived before its group was made here.
-struct EarlyFrame {
-  std::string uid;  // of the process that sent it
+// A frame that was received with its payload.
+struct WholeFrame {
+  std::string uid;  // of the process that sent it, if the frame arrived before its group was made
   FrameHeader header;
   std::string payload;
-  Fd descriptor;
+  SharedPlace place;  // in the payload
+  Fd descriptor;      // of other memory than that
 };
 
 class GroupTable {
@@ -59,9 +61,9 @@ class GroupTable {
   // Whether a frame of this size for a group that is not made yet can be kept by keep(). Makes room
   // by dropping the frames of the group that has waited longest, which is probably never made.
   bool makeRoom(uint64_t context, int rank, size_t bytes) REQUIRES(ioRole);
-  void keep(EarlyFrame frame) REQUIRES(ioRole);
+  void keep(WholeFrame frame) REQUIRES(ioRole);
   // Takes the frames of this group, in order of arrival. *isComplete: none of them was dropped.
-  std::vector<EarlyFrame> takeEarly(uint64_t context, int rank, bool* isComplete) REQUIRES(ioRole);
+  std::vector<WholeFrame> takeEarly(uint64_t context, int rank, bool* isComplete) REQUIRES(ioRole);
 
  private:
   using Key = std::pair<uint64_t, int>;  // context and rank
@@ -72,7 +74,7 @@ class GroupTable {
   std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);  // not left, the oldest first
   // By uid: the number of groups that the process is in.
   std::unordered_map<std::string, int> memberships_ GUARDED_BY(ioRole);
-  std::vector<EarlyFrame> early_ GUARDED_BY(ioRole);  // in order of arrival
+  std::vector<WholeFrame> early_ GUARDED_BY(ioRole);  // in order of arrival
   size_t earlyBytes_ GUARDED_BY(ioRole) = 0;
   // Groups whose frames were dropped for lack of room. They fail when they are made.
   std::set<Key> overflown_ GUARDED_BY(ioRole);

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 
 #include "transport/peer.h"
@@ -20,14 +19,6 @@ std::string transcript(const char* role, const Hello& hello, const uint8_t nonce
   text.append(reinterpret_cast<const char*>(&hello), sizeof(hello));
   text.append(reinterpret_cast<const char*>(nonce), 32);
   return text;
-}
-
-socklen_t unixAddress(const std::string& uid, sockaddr_un* address) {
-  std::string name = "mycoll-" + publicName(uid);
-  std::memset(address, 0, sizeof(*address));
-  address->sun_family = AF_UNIX;
-  std::memcpy(address->sun_path + 1, name.data(), name.size());  // abstract: no file
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
 }  // namespace
@@ -47,58 +38,10 @@ Digest connectorProof(const std::string& secret, const Hello& hello, const uint8
   return hmacSha256(secret, transcript("mycoll connect", hello, nonce) + std::string(cookie, 32));
 }
 
-Task shakeHands(Handshake& handshake) {
-  const int fd = handshake.socket;
-  Hello& hello = handshake.hello;
-  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
-  WriteExactly sendHello(fd, &hello, sizeof(hello), handshake.deadline);
-  co_await sendHello;
-  Challenge challenge;
-  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), handshake.deadline);
-  co_await readChallenge;
-  if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return Status();
-  if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
-    handshake.outcome = challenge.outcome;
-    co_return Status();
-  }
-  const Digest expected = acceptorProof(handshake.secret, hello, challenge.nonce);
-  if (!constantTimeEqual(expected, challenge.mac)) {
-    handshake.outcome = Outcome::kDistrusted;
-    co_return Status();
-  }
-  Proof& proof = handshake.proof;
-  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
-  proof.mac = connectorProof(handshake.secret, hello, challenge.nonce, proof.cookie);
-  handshake.hasProved = true;
-  if (handshake.makesRings) {
-    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &handshake.rings));
-    auto* ring = reinterpret_cast<RingHeader*>(handshake.rings->data());
-    std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
-    // A fresh socket has room for so few bytes, so this never fails for lack of it.
-    if (!sendDescriptor(fd, handshake.rings->fd(), reinterpret_cast<const char*>(&proof),
-                        sizeof(proof))) {
-      if (errno == EPIPE || errno == ECONNRESET) co_return Status();
-      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
-    }
-    handshake.rings->closeFd();
-  } else {
-    WriteExactly sendProof(fd, &proof, sizeof(proof), handshake.deadline);
-    co_await sendProof;
-  }
-  Verdict verdict;
-  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), handshake.deadline);
-  co_await readVerdict;
-  if (readVerdict.hasFailed()) co_return Status();
-  const bool isKnown =
-      verdict.outcome == Outcome::kAccepted || verdict.outcome == Outcome::kAskAgain;
-  handshake.outcome = isKnown ? verdict.outcome : Outcome::kRefused;
-  co_return Status();
-}
-
 Status listenUnix(const std::string& uid, Fd* listener) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;
-  socklen_t length = unixAddress(uid, &address);
+  socklen_t length = unixAddressOf("mycoll-", uid, &address);
   if (!socket.isOpen() || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
       listen(socket.get(), SOMAXCONN) != 0) {
     return Status(Code::kNetwork,
@@ -112,7 +55,7 @@ Status listenUnix(const std::string& uid, Fd* listener) {
 Status connectUnix(const std::string& uid, Fd* result, bool* isFull) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;
-  socklen_t length = unixAddress(uid, &address);
+  socklen_t length = unixAddressOf("mycoll-", uid, &address);
   if (!socket.isOpen() ||
       connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
     *isFull = socket.isOpen() && errno == EAGAIN;
@@ -147,19 +90,8 @@ bool ReadExactly::ready() {
   return true;
 }
 
-bool WriteExactly::ready() {
-  while (bytes_ > 0 && !failed_) {
-    ssize_t sent = ::send(socket_, data_, bytes_, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent > 0) {
-      data_ += sent;
-      bytes_ -= static_cast<size_t>(sent);
-    } else if (sent < 0 && errno == EAGAIN) {
-      return late();
-    } else if (errno != EINTR) {
-      return fail();
-    }
-  }
-  return true;
+bool sendWhole(int socket, const void* data, size_t bytes) {
+  return ::send(socket, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
 bool Connected::ready() {

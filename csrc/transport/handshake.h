@@ -29,7 +29,6 @@
 #include <array>
 #include <cerrno>
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "base/deadline.h"
@@ -40,22 +39,10 @@
 
 namespace mycoll {
 
-class Segment;
-
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
 constexpr uint32_t kProtocolVersion = 8;
-
-// The group whose secret authenticates a connection.
-struct HandshakeGroup {
-  bool isInvitation = false;
-  bool opensLater = false;
-  uint64_t context = 0;
-  std::string secret;
-  int source = 0;
-  int destination = 0;
-};
 
 // How a handshake, or an attempt to connect, ends.
 enum class Outcome : uint32_t {
@@ -64,10 +51,7 @@ enum class Outcome : uint32_t {
   kGone,          // ... has left the group
   kAskAgain,      // ... has, or makes, a connection of its own
   kRefused,       // the connection is lost, there is no such connection to join, or no memory
-  // Not sent:
-  kHungUp,      // the acceptor closed the socket, or did not answer in time
-  kBusy,        // ... before it looked at the group, as it has too many connections that wait
-  kDistrusted,  // it could not prove that it knows the secret
+  kBusy,          // not sent: the acceptor has too many connections that wait
 };
 
 struct Hello {
@@ -80,7 +64,7 @@ struct Hello {
   // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
   uint32_t isInvitation = 0;
-  // 0: the acceptor has opened the invitation before anybody could name it: it knows it, or has
+  // 0: the acceptor has opened the invitation before any process could name it: it knows it, or has
   // left it.
   uint32_t opensLater = 0;
   char sourceUid[32];
@@ -109,22 +93,6 @@ Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_
 Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],
                       const char cookie[32]);
 
-// The connecting side of a handshake. Must outlive its task.
-struct Handshake {
-  int socket = -1;
-  Hello hello;  // without the nonce
-  std::string secret;
-  Deadline deadline;
-  bool makesRings = false;  // creates their memory and sends it
-
-  Outcome outcome = Outcome::kHungUp;
-  bool hasProved = false;  // the acceptor may have accepted
-  Proof proof;
-  std::shared_ptr<Segment> rings;
-};
-// Fails only if this side lacks a resource.
-Task shakeHands(Handshake& handshake);
-
 Status listenUnix(const std::string& uid, Fd* listener);
 // *isFull: too many connections wait to be accepted there, which is no reason to use another
 // transport.
@@ -132,7 +100,11 @@ Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
-// ---- conditions: moving bytes over a socket without blocking ------------------------------------
+// Sends all of a handshake's message. Returns false if the socket is broken: a fresh one has room
+// for so few bytes.
+bool sendWhole(int socket, const void* data, size_t bytes);
+
+// ---- conditions: waiting for a socket without blocking -----------------------------------------
 
 class SocketCondition : public Condition {
  public:
@@ -163,17 +135,6 @@ class ReadExactly final : public SocketCondition {
   char* data_;
   size_t bytes_;
   Fd* descriptor_;
-};
-
-class WriteExactly final : public SocketCondition {
- public:
-  WriteExactly(int socket, const void* data, size_t bytes, Deadline deadline)
-      : SocketCondition(socket, deadline), data_(static_cast<const char*>(data)), bytes_(bytes) {}
-  bool ready() override;
-
- private:
-  const char* data_;
-  size_t bytes_;
 };
 
 // Waits until a connection attempt has succeeded or failed.

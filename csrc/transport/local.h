@@ -57,7 +57,7 @@ struct Local {
   bool isOnThisHost(const PeerAddress& peer) const {
     return peer.hostIdentity == address.hostIdentity;
   }
-  Bell bellOf(const PeerAddress& peer) const { return bell.bellOf(peer.uid); }
+  Bell bellOf(const PeerAddress& peer) const { return Bell(bell.fd(), peer.uid); }
   // Makes this process's end of a connection that both sides have agreed on. segment: the memory of
   // its rings; null over TCP.
   Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
@@ -83,7 +83,6 @@ struct Local {
   std::atomic<int> pending{0};
   int dialing GUARDED_BY(ioRole) = 0;   // dials in progress, of these
   int tcpLinks GUARDED_BY(ioRole) = 0;  // open TCP sockets of connections
-  int readings GUARDED_BY(ioRole) = 0;  // messages being read in place (mailbox.h)
   int asleep GUARDED_BY(ioRole) = 0;    // threads asleep; if there is one, peers ring
 };
 

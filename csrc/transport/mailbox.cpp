@@ -1,7 +1,6 @@
 #include "transport/mailbox.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/log.h"
@@ -11,8 +10,6 @@
 namespace mycoll {
 namespace {
 
-// Payloads from this size on are written past the cache, as they are larger than it anyway.
-constexpr size_t kStreamingBytes = 1024 * 1024;
 // The approximate memory of a buffered message beside its payload.
 constexpr size_t kBufferedOverhead = 256;
 
@@ -87,6 +84,15 @@ FrameHeader Mailbox::header(FrameKind kind, int destination) const {
   return result;
 }
 
+FrameHeader Mailbox::header(FrameKind kind, const Transfer& request) const {
+  FrameHeader result = header(kind, request.peer_);
+  result.messageClass = request.messageClass_;
+  result.tag = request.tag_;
+  result.signature = request.signature_;
+  result.messageBytes = request.data_.bytes;
+  return result;
+}
+
 bool Mailbox::checkRank(Transfer& request, int rank, const char* what) {
   if (rank >= 0 && rank < ranks()) return true;
   request.status_ =
@@ -106,7 +112,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.transferred_ = 0;
   request.begun_ = 0;
   request.id_ = 0;
-  request.isOffered_ = false;
+  request.isShared_ = false;
   request.isUnsent_ = false;
   request.descriptor_.reset();
   request.mailbox_ = this;
@@ -140,19 +146,22 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
                    const Signature& signature, Span data, std::shared_ptr<const Segment> attached) {
   if (!checkRank(request, destination, "destination")) return;
   IoLock lock(ioMutex());
-  post(request, messageClass, tag, signature, data);
   request.attached_ = std::move(attached);
-  request.isReceive_ = false;
-  request.peer_ = destination;
-  if (!admit(request, failureOf(messageClass, tag)) || !admit(request, absenceOf(destination))) {
-    return;
-  }
+  if (!postSend(request, destination, messageClass, tag, signature, data)) return;
   Flow& flow = flows_[destination];
-  if (flow.isThere || destination == group_.rank) return dispatch(request);
+  if (flow.hasGroup || destination == group_.rank) return dispatch(request);
   if (flow.waiting.empty() && flow.early + kBufferedOverhead <= earlyRoom()) {
     return dispatch(request);
   }
   flow.waiting.push_back(&request);
+}
+
+bool Mailbox::postSend(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
+                       const Signature& signature, Span data) {
+  post(request, messageClass, tag, signature, data);
+  request.isReceive_ = false;
+  request.peer_ = destination;
+  return admit(request, failureOf(messageClass, tag)) && admit(request, absenceOf(destination));
 }
 
 // Sends the message, or a request to send it.
@@ -164,22 +173,17 @@ void Mailbox::dispatch(Transfer& request) {
   Flow& flow = flows_[destination];
   OutItem item;
   item.request = &request;
-  item.header = header(FrameKind::kEager, destination);
-  item.header.messageClass = messageClass;
-  item.header.tag = request.tag_;
-  item.header.signature = request.signature_;
-  item.header.messageBytes = data.bytes;
+  item.header = header(FrameKind::kEager, request);
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
   Connection* connection = nullptr;
   if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
-  const bool isCut = connection && connection->cuts(data.bytes);
-  // The receiver accepts pieces only if it knows the group: until then, a message to be cut asks
-  // first.
-  const bool mayBeCut = !isCut || flow.isThere;
+  const bool isCut = connection && connection->sender().cuts(data.bytes);
+  // The receiver accepts pieces only if it knows the group.
+  const bool mayBeCut = !isCut || flow.hasGroup;
   const bool isHeld = flow.holdsUs && messageClass != MessageClass::kWindow;
   const bool hasRoom =
-      flow.isThere || !connection || flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
+      flow.hasGroup || !connection || flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
   size_t early = kBufferedOverhead;
   if (data.bytes <= eagerBytes && !isHeld && mayBeCut && hasRoom) {
     if (isCut) item.message = data;
@@ -187,21 +191,26 @@ void Mailbox::dispatch(Transfer& request) {
     item.payload = data.begin();
     early += data.bytes;
   } else {
-    request.id_ = nextId_++;
-    inFlight_[request.id_] = &request;
+    putInFlight(request);
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
-    if (connection) offer(request, *connection, &item);
+    if (connection) SharedReads::offer(request, *connection, &item);
   }
   if (!connection) return sendToSelf(request, item.header);
-  if (!flow.isThere) flow.early += early;
+  if (!flow.hasGroup) flow.early += early;
   flow.isAnswered = true;
-  mesh_->enqueue(*connection, std::move(item));
+  connection->enqueue(std::move(item));
+}
+
+// Its answer will name it by this number.
+void Mailbox::putInFlight(Transfer& request) {
+  request.id_ = nextId_++;
+  inFlight_[request.id_] = &request;
 }
 
 void Mailbox::enqueue(int destination, OutItem item) {
   flows_[destination].isAnswered = true;
-  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+  mesh_->linkTo(group_.peers[destination]).enqueue(std::move(item));
 }
 
 // All senders together may use a quarter of what the receiver's process can keep for all groups.
@@ -209,14 +218,14 @@ size_t Mailbox::earlyRoom() const {
   return std::max<size_t>(GroupTable::kMaxEarlyBytes / 4 / group_.peers.size(), 4096);
 }
 
-void Mailbox::noteSpoken(int source) {
-  flows_[source].hasSpoken = true;
-  noteThere(source);
+void Mailbox::noteReceived(int source) {
+  flows_[source].hasReceived = true;
+  noteHasGroup(source);
 }
 
-void Mailbox::noteThere(int source) {
+void Mailbox::noteHasGroup(int source) {
   Flow& flow = flows_[source];
-  if (std::exchange(flow.isThere, true)) return;
+  if (std::exchange(flow.hasGroup, true)) return;
   for (Transfer* request : std::exchange(flow.waiting, {})) dispatch(*request);
 }
 
@@ -225,58 +234,6 @@ void Mailbox::noteUnanswered(const FrameHeader& came) {
   if (flow.isAnswered || came.source == group_.rank) return;
   flow.unanswered += came.payloadBytes + kBufferedOverhead;
   if (flow.unanswered >= earlyRoom() / 2) sendControl(came.source, FrameKind::kGoOn, "");
-}
-
-// A checked message must be sent in frames, which hold its checksums.
-void Mailbox::offer(Transfer& request, Connection& connection, OutItem* item) {
-  if (mesh_->options().isChecked) return;
-  const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
-  const SharedPlace place = SharedHeap::process().find(request.data_);
-  if (place.region == 0 || request.attached_ || !isOpen ||
-      !connection.regions().mayGive(place.region)) {
-    return;
-  }
-  request.isOffered_ = true;
-  item->region = place.region;
-  item->owned.assign(reinterpret_cast<const char*>(&place), sizeof(place));
-  item->header.payloadBytes = sizeof(place);
-}
-
-void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t offset,
-                  const Signature& signature, Span data) {
-  IoLock lock(ioMutex());
-  post(request, MessageClass::kWindow, window, signature, data);
-  request.isReceive_ = false;
-  request.peer_ = destination;
-  if (!admit(request, failureOf(MessageClass::kWindow, window)) ||
-      !admit(request, absenceOf(destination)) || isEnding(MessageClass::kWindow, window)) {
-    return;
-  }
-  OutItem item;
-  item.header = header(FrameKind::kPut, destination);
-  item.header.messageClass = MessageClass::kWindow;
-  item.header.tag = window;
-  item.header.signature = signature;
-  item.header.messageBytes = data.bytes;
-  item.header.offset = offset;
-  item.message = data;
-  item.request = &request;
-  enqueue(destination, std::move(item));
-}
-
-void Mailbox::openWindow(uint64_t window, Span memory) {
-  IoLock lock(ioMutex());
-  windows_[window] = {memory, std::vector<uint64_t>(group_.peers.size())};
-  lastWindow_ = std::max(lastWindow_, window);
-}
-
-void Mailbox::closeWindow(uint64_t window, const Status& status) {
-  IoLock lock(ioMutex());
-  if (windows_.erase(window) == 0) return;
-  mesh_->forget(this, window);
-  abandonAll(status, [window](const Transfer& request) {
-    return request.messageClass_ == MessageClass::kWindow && request.tag_ == window;
-  });
 }
 
 bool Mailbox::admit(Transfer& request, Status refusal) {
@@ -299,7 +256,7 @@ void Mailbox::failFrom(uint64_t number, const Status& cause) {
   failure_ = cause;
   failedFrom_ = number;
   endsFrom_ = std::min(endsFrom_, number);
-  abandonAll(cause, [this](const Transfer& request) REQUIRES(ioRole) {
+  endAll(cause, [this](const Transfer& request) REQUIRES(ioRole) {
     return !failureOf(request.messageClass_, request.tag_).ok();
   });
 }
@@ -332,7 +289,7 @@ void Mailbox::failBy(const std::string& what) {
 // Reports one mismatch only, as the group fails by it.
 void Mailbox::beginCollective(uint64_t number, const Signature& signature) {
   calls_.begin(number, signature);
-  for (const Unexpected& message : unexpected_) {
+  for (const UnexpectedMessage& message : unexpected_) {
     const FrameHeader& came = message.header;
     if (!came.isOfCollective() || came.collective() != number) continue;
     if (!agreesEarly(came)) return;
@@ -363,10 +320,10 @@ bool Mailbox::agreesEarly(const FrameHeader& came) {
 // ---- messages
 
 void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
-  const Target target = onFrame(message);
+  const FrameTarget target = onFrame(message);
   if (message.kind != FrameKind::kEager) return;
   const bool isTaken =
-      target.request || target.unexpected || message.messageClass == MessageClass::kWindow;
+      target.request || target.message || message.messageClass == MessageClass::kWindow;
   if (!isTaken) return;  // the calls differ: the group fails and ends the request
   copy(target.data, request.data_.data, request.data_.bytes);
   onPayload(message, target);
@@ -381,16 +338,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   request.isReceive_ = true;
   request.peer_ = source;
   if (!admit(request, failureOf(messageClass, tag)) || isEnding(messageClass, tag)) return;
-  if (messageClass == MessageClass::kWindow) {
-    const auto window = windows_.find(tag);
-    if (window == windows_.end()) {
-      return finish(request, Status(Code::kInvalidArgument, "the window is closed"));
-    }
-    if (uint64_t& signals = window->second.signals[source]; signals > 0) {
-      --signals;
-      return finish(request, Status());
-    }
-  }
+  if (messageClass == MessageClass::kWindow && windows_.finishNow(request)) return;
   for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {
     const FrameHeader& came = message->header;
     if (!message->claimedBy && came.messageClass == messageClass && came.tag == tag &&
@@ -402,7 +350,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   posted_.push_back(&request);
 }
 
-void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message) {
+void Mailbox::acceptUnexpected(Transfer& request, std::list<UnexpectedMessage>::iterator message) {
   request.peer_ = message->header.source;
   if (!agrees(request, message->header)) return;
   request.descriptor_ = std::move(message->descriptor);
@@ -421,9 +369,11 @@ void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterato
 
 template <typename Wanted>
 void Mailbox::eraseUnexpected(Wanted isWanted) {
-  std::erase_if(unexpected_, [&](const Unexpected& message) REQUIRES(ioRole) {
+  std::erase_if(unexpected_, [&](const UnexpectedMessage& message) REQUIRES(ioRole) {
     if (!isWanted(message)) return false;
-    if (!message.isComplete) mesh_->forget(&message);
+    if (!message.isComplete) {
+      mesh_->discard([&](const FrameTarget& target) { return target.message == &message; });
+    }
     return true;
   });
 }
@@ -439,26 +389,21 @@ void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
   sendControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
 }
 
-void Mailbox::onFlow(const FrameHeader& came) {
-  flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
-  if (came.kind == FrameKind::kGoOn) return;
+// Messages that have not begun to be sent wait, too.
+void Mailbox::onHold(const FrameHeader& came) {
   if (came.source == group_.rank) return;
-  // Messages that have not begun to be sent wait, too.
-  Connection& link = mesh_->linkTo(group_.peers[came.source]);
-  for (OutItem& item : link.queue()) {
+  for (OutItem& item : mesh_->linkTo(group_.peers[came.source]).sender().queue()) {
     if (item.header.kind != FrameKind::kEager ||
         item.header.messageClass == MessageClass::kWindow ||
         item.header.context != group_.context || item.header.destination != came.source ||
         item.sent > 0 || !item.request) {
       continue;
     }
-    Transfer* const request = item.request;
-    request->id_ = nextId_++;
-    inFlight_[request->id_] = request;
+    putInFlight(*item.request);
     item.payload = nullptr;
     item.message = {};
     item.header.kind = FrameKind::kRequestToSend;
-    item.header.senderRequest = request->id_;
+    item.header.senderRequest = item.request->id_;
     item.header.payloadBytes = 0;
     item.header.magic = FrameHeader::kMagic;  // not sealed yet
   }
@@ -474,65 +419,30 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
     finish(sender, Status());
     return finish(request, Status());
   }
-  request.id_ = nextId_++;
-  inFlight_[request.id_] = &request;
-  if (place.region != 0 && beginReading(request, came, place)) return;
+  putInFlight(request);
+  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
+  if (place.region != 0 && mesh_->sharedReads().begin(request, came, place, connection)) return;
   OutItem item;
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
   item.header.tag = place.region;
-  enqueue(came.source, std::move(item));
+  flows_[came.source].isAnswered = true;
+  connection.enqueue(std::move(item));
 }
 
-bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
-  if (request.data_.bytes == 0 || request.data_.bytes != came.messageBytes) return false;
-  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
-  Reading reading{&request, came, place, connection.regions().find(place.region), nullptr};
-  if (reading.segment) {
-    reading.from = SharedHeap::memoryAt(*reading.segment, place.offset, request.data_.bytes);
-  }
-  if (!reading.from) return false;
-  readings_.push_back(std::move(reading));
-  mesh_->addReadings(1);
-  return true;
-}
-
-bool Mailbox::isBeingRead(const Transfer& request) const {
-  return std::any_of(readings_.begin(), readings_.end(),
-                     [&](const Reading& reading) { return reading.request == &request; });
-}
-
-bool Mailbox::readShared(size_t turnBytes) {
-  if (readings_.empty()) return false;
-  Reading reading = std::move(readings_.front());
-  readings_.pop_front();
-  Transfer& request = *reading.request;
-  const size_t piece = std::min(turnBytes, request.data_.bytes - reading.got);
-  copy(request.data_.begin() + reading.got, reading.from + reading.got, piece,
-       request.data_.bytes >= kStreamingBytes);
-  reading.got += piece;
-  request.transferred_ = reading.got;
-  if (reading.got < request.data_.bytes) {
-    readings_.push_back(std::move(reading));
-    return true;
-  }
-  mesh_->addReadings(-1);
+void Mailbox::onRead(Transfer& request, const FrameHeader& came, bool isValid) {
   inFlight_.erase(request.id_);
-  // After all of it was read: see SharedHeap::revoke().
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  const RegionHead& head = SharedHeap::headOf(*reading.segment);
-  if (head.revocations.load(std::memory_order_relaxed) != reading.place.revocations) {
+  if (!isValid) {
+    request.isShared_ = false;
     request.transferred_ = 0;
-    clearToSend(request, reading.header, {});
-    return true;
+    return clearToSend(request, came, {});
   }
   OutItem item;
-  item.header = header(FrameKind::kTaken, reading.header.source);
-  item.header.senderRequest = reading.header.senderRequest;
-  enqueue(reading.header.source, std::move(item));
+  item.header = header(FrameKind::kTaken, came.source);
+  item.header.senderRequest = came.senderRequest;
+  enqueue(came.source, std::move(item));
   finish(request, Status());
-  return true;
 }
 
 void Mailbox::cancel(Transfer& request) {
@@ -552,16 +462,12 @@ void Mailbox::abandon(Transfer& request, Status status) {
   std::erase(posted_, &request);
   inFlight_.erase(request.id_);
   if (!request.isReceive_) flows_[request.peer_].waiting.remove(&request);
-  mesh_->addReadings(-static_cast<int>(std::erase_if(
-      readings_, [&](const Reading& reading) { return reading.request == &request; })));
-  if (request.isOffered_) {
-    SharedHeap::process().revoke(SharedHeap::process().find(request.data_));
-  }
-  for (Unexpected& message : unexpected_) {
+  if (request.isShared_) mesh_->sharedReads().end(request);
+  for (UnexpectedMessage& message : unexpected_) {
     // Its payload continues to arrive; another receive may claim the message.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
   }
-  eraseUnexpected([&](const Unexpected& message) REQUIRES(ioRole) {  // a message to itself
+  eraseUnexpected([&](const UnexpectedMessage& message) REQUIRES(ioRole) {  // a message to itself
     return message.header.source == group_.rank && !request.isReceive_ &&
            message.header.kind == FrameKind::kRequestToSend &&
            message.header.senderRequest == request.id_;
@@ -582,20 +488,15 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
   return nullptr;
 }
 
-void Mailbox::onRequestToSend(const FrameHeader& came, const std::string& payload, Fd descriptor) {
-  SharedPlace place;
-  if (payload.size() == sizeof(place)) std::memcpy(&place, payload.data(), sizeof(place));
-  (void)onFrame(came, std::move(descriptor), place);
-}
-
-Mailbox::Target Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const SharedPlace& place) {
-  Target target;
-  noteSpoken(came.source);
+FrameTarget Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const SharedPlace& place) {
+  FrameTarget target;
+  noteReceived(came.source);
   if (came.isPiece()) return targetOfPiece(came);
   noteUnanswered(came);
   if (isEnding(came.messageClass, came.tag)) return target;
-  if (came.kind == FrameKind::kPut) return intoWindow(came);
-  if (came.messageClass == MessageClass::kWindow) return onSignal(came);
+  if (came.kind == FrameKind::kPut || came.messageClass == MessageClass::kWindow) {
+    return windows_.onFrame(came);
+  }
   Transfer* request = matchPosted(came);
   if (request) {
     if (!agrees(*request, came)) return target;
@@ -603,8 +504,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const S
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came, place);
     } else if (came.isBeginning()) {
-      request->id_ = nextId_++;
-      inFlight_[request->id_] = request;
+      putInFlight(*request);
       assemblies_[{came.source, came.number}] = {request->id_, nullptr, came.messageBytes};
     } else {
       target.request = request;
@@ -613,7 +513,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const S
     return target;
   }
   if (!agreesEarly(came)) return target;
-  Unexpected& message = unexpected_.emplace_back();
+  UnexpectedMessage& message = unexpected_.emplace_back();
   message.header = came;
   message.place = place;
   message.descriptor = std::move(descriptor);
@@ -626,144 +526,96 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const S
       return target;
     }
     target.data = message.payload.get();
-    target.unexpected = &message;
+    target.message = &message;
   } else {
     message.isComplete = true;
   }
   return target;
 }
 
-Mailbox::Target Mailbox::intoWindow(const FrameHeader& came) {
-  Target target;
-  const auto found = windows_.find(came.tag);
-  if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
-  const size_t bytes = found == windows_.end() ? 0 : found->second.memory.bytes;
-  const uint64_t offset = came.offset;
-  if (found == windows_.end() || offset > bytes || came.payloadBytes > bytes - offset) {
-    failBy(describeRank(came.source) + " put " + std::to_string(came.payloadBytes) +
-           " bytes where rank " + std::to_string(group_.rank) + " has no window");
-    return target;
-  }
-  target.data = found->second.memory.begin() + offset;
-  target.window = came.tag;
-  target.isStreaming = came.payloadBytes >= kStreamingBytes;
-  return target;
-}
-
-Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
-  Target target;
-  const auto found = windows_.find(came.tag);
-  if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
-  if (found == windows_.end() || came.kind != FrameKind::kEager || came.messageBytes != 0) {
-    failBy(describeRank(came.source) + " signalled a window that rank " +
-           std::to_string(group_.rank) + " does not have");
-    return target;
-  }
-  target.request = matchPosted(came);
-  if (target.request == nullptr) ++found->second.signals[came.source];
-  return target;
-}
-
-Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
+FrameTarget Mailbox::targetOfPiece(const FrameHeader& came) {
   uint64_t id = came.receiverRequest;
   if (came.kind == FrameKind::kMore) {
     auto found = assemblies_.find({came.source, came.number});
     if (found == assemblies_.end()) return {};  // the message was abandoned
     Assembly& assembly = found->second;
-    Unexpected* const unexpected = assembly.unexpected;
+    UnexpectedMessage* const message = assembly.message;
     id = assembly.request;
     if (came.payloadBytes > assembly.left ||
-        (unexpected && (came.offset > unexpected->header.messageBytes ||
-                        came.payloadBytes > unexpected->header.messageBytes - came.offset))) {
+        (message && (came.offset > message->header.messageBytes ||
+                     came.payloadBytes > message->header.messageBytes - came.offset))) {
       failBy(describeRank(came.source) + " sent more than it had announced");
       return {};
     }
     assembly.left -= came.payloadBytes;
     if (assembly.left == 0) assemblies_.erase(found);
-    if (unexpected) {
-      Target target;
-      target.unexpected = unexpected;
-      target.data = unexpected->payload.get() + came.offset;
+    if (message) {
+      FrameTarget target;
+      target.message = message;
+      target.data = message->payload.get() + came.offset;
       return target;
     }
   }
   auto found = inFlight_.find(id);
-  return found == inFlight_.end() ? Target{} : targetIn(*found->second, came);
+  return found == inFlight_.end() ? FrameTarget{} : targetIn(*found->second, came);
 }
 
 // Counts the bytes of a piece when it begins to arrive. As the total is limited, the request
 // finishes only when no piece is in flight.
-Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
-  if (!request.isReceive_ || request.peer_ != came.source || isBeingRead(request) ||
+FrameTarget Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
+  if (!request.isReceive_ || request.peer_ != came.source || request.isShared_ ||
       came.offset > request.data_.bytes || came.payloadBytes > request.data_.bytes - came.offset ||
       came.payloadBytes > request.data_.bytes - request.begun_) {
     failBy(describeRank(came.source) + " sent more than was agreed");
     return {};
   }
   request.begun_ += came.payloadBytes;
-  Target target;
+  FrameTarget target;
   target.request = &request;
   target.data = request.data_.begin() + came.offset;
   target.isStreaming = request.data_.bytes >= kStreamingBytes;
   return target;
 }
 
-void Mailbox::onPayload(const FrameHeader& came, const Target& target) {
+void Mailbox::onPayload(const FrameHeader& came, const FrameTarget& target) {
   if (Transfer* request = target.request) {
     request->transferred_ += came.payloadBytes;
     if (request->transferred_ == request->data_.bytes) {
       if (came.isPiece()) inFlight_.erase(request->id_);
       finish(*request, Status());
     }
-  } else if (target.unexpected) {
-    target.unexpected->got += came.payloadBytes;
-    if (target.unexpected->got < target.unexpected->header.messageBytes) return;
-    target.unexpected->isComplete = true;
-    if (Transfer* claimer = target.unexpected->claimedBy) {
-      for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {
-        if (&*message == target.unexpected) {
-          message->claimedBy = nullptr;
-          acceptUnexpected(*claimer, message);
-          return;
-        }
-      }
-    }
+  } else if (UnexpectedMessage* const complete = target.message) {
+    complete->got += came.payloadBytes;
+    complete->isComplete = complete->got >= complete->header.messageBytes;
+    Transfer* const claimer = complete->claimedBy;
+    if (!complete->isComplete || !claimer) return;
+    complete->claimedBy = nullptr;
+    acceptUnexpected(*claimer, std::find_if(unexpected_.begin(), unexpected_.end(),
+                                            [&](const auto& each) { return &each == complete; }));
   }
 }
 
-void Mailbox::onClearToSend(const FrameHeader& came) {
-  noteSpoken(came.source);
-  auto found = inFlight_.find(came.senderRequest);
-  if (found == inFlight_.end() || found->second->isReceive_ ||
-      found->second->peer_ != came.source) {
-    return;
-  }
-  Transfer* request = found->second;
+void Mailbox::onAnswer(const FrameHeader& came) {
+  noteReceived(came.source);
+  const auto found = inFlight_.find(came.senderRequest);
+  if (found == inFlight_.end()) return;
+  Transfer& request = *found->second;
+  const bool isTaken = came.kind == FrameKind::kTaken;
+  if (request.isReceive_ || request.peer_ != came.source || (isTaken && !request.isShared_)) return;
   inFlight_.erase(found);
-  if (request->isOffered_ && came.tag != 0) {
-    mesh_->linkTo(group_.peers[came.source])
-        .regions()
-        .takeBack(SharedHeap::process().find(request->data_).region);
+  if (isTaken) return finish(request, Status());
+  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
+  if (request.isShared_ && came.tag != 0) {
+    connection.regions().takeBack(SharedHeap::process().find(request.data_).region);
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);
   item.header.receiverRequest = came.receiverRequest;
-  item.header.messageBytes = request->data_.bytes;
-  item.message = request->data_;
-  item.request = request;
-  enqueue(came.source, std::move(item));
-}
-
-void Mailbox::onTaken(const FrameHeader& came) {
-  noteSpoken(came.source);
-  auto found = inFlight_.find(came.senderRequest);
-  if (found == inFlight_.end() || !found->second->isOffered_ ||
-      found->second->peer_ != came.source) {
-    return;
-  }
-  Transfer* request = found->second;
-  inFlight_.erase(found);
-  finish(*request, Status());
+  item.header.messageBytes = request.data_.bytes;
+  item.message = request.data_;
+  item.request = &request;
+  flows_[came.source].isAnswered = true;
+  connection.enqueue(std::move(item));
 }
 
 void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
@@ -777,8 +629,12 @@ void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
 
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   // A rank that has failed or left receives nothing more.
-  if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteThere(came.source);
-  if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) return onFlow(came);
+  if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteHasGroup(came.source);
+  if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) {
+    flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
+    if (came.kind == FrameKind::kHold) onHold(came);
+    return;
+  }
   raise(ControlFrame{came, payload});
 }
 
@@ -802,7 +658,7 @@ OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string&
   return item;
 }
 
-void Mailbox::tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject) {
+void Mailbox::notify(int rank, FrameKind kind, const std::string& payload, uint64_t subject) {
   {
     IoLock lock(ioMutex());
     if (!isOpen_ || !isPresent(rank)) return;
@@ -838,39 +694,39 @@ bool Mailbox::isUnmatched(const Transfer& request) {
          std::find(waiting.begin(), waiting.end(), &request) != waiting.end();
 }
 
+template <typename Wanted>
+bool Mailbox::isAnyOpen(Wanted isWanted) const {
+  const Transfer* request = open_;
+  while (request && !isWanted(*request)) request = request->next_;
+  return request != nullptr;
+}
+
 bool Mailbox::isReceiving(bool orPosted) {
   IoLock lock(ioMutex());
-  for (const Transfer* request = open_; request; request = request->next_) {
-    if (request->messageClass_ == MessageClass::kPointToPoint && request->isReceive_ &&
-        (orPosted || !isWaiting(*request))) {
-      return true;
-    }
-  }
-  return false;
+  return isAnyOpen([&](const Transfer& request) REQUIRES(ioRole) {
+    return request.messageClass_ == MessageClass::kPointToPoint && request.isReceive_ &&
+           (orPosted || !isWaiting(request));
+  });
 }
 
 bool Mailbox::needs(int rank) const {
-  for (const Transfer* request = open_; request; request = request->next_) {
-    if (request->peer_ == rank) return true;
-  }
-  return false;
+  return isAnyOpen([rank](const Transfer& request) { return request.peer_ == rank; });
 }
 
-template <typename Wanted>
-void Mailbox::abandonAll(const Status& status, Wanted isWanted) {
+void Mailbox::endAll(const Status& status, const std::function<bool(const Transfer&)>& isMeant) {
   for (Transfer* request = open_; request;) {
     Transfer* next = request->next_;
-    if (isWanted(*request)) abandon(*request, status);
+    if (isMeant(*request)) abandon(*request, status);
     request = next;
   }
 }
 
 void Mailbox::endSends(const Status& status) {
-  abandonAll(status, [](const Transfer& request) { return !request.isReceive_; });
+  endAll(status, [](const Transfer& request) { return !request.isReceive_; });
 }
 
 void Mailbox::endMessagesOf(int rank, const Status& status) {
-  abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
+  endAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
     return request.peer_ == rank && isBetweenTwo(request.messageClass_) &&
            (!request.isReceive_ || isWaiting(request));
   });
@@ -890,11 +746,11 @@ void Mailbox::endUnsent(const std::string& uid, const std::string& how) {
 }
 
 void Mailbox::endReceivesFrom(int rank, const Status& status) {
-  abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
+  endAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
     return request.isReceive_ && request.peer_ == rank && !isWaiting(request);
   });
   std::erase_if(assemblies_, [rank](const auto& entry) { return entry.first.first == rank; });
-  eraseUnexpected([rank](const Unexpected& message) {
+  eraseUnexpected([rank](const UnexpectedMessage& message) {
     return message.header.source == rank &&
            (message.header.kind == FrameKind::kRequestToSend || !message.isComplete);
   });

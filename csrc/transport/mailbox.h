@@ -6,7 +6,7 @@
 // Small messages are sent immediately, and the receiver buffers them if no receive is posted.
 // Larger ones wait at the sender until the receiver has posted memory for them, so nothing is read
 // without a place to put it. A receiver that buffers more than kMaxBufferedBytes from one rank asks
-// it to let the small ones wait, too.
+// it (kHold) to delay the small ones, too.
 //
 // A rank from which nothing was received may not have made the group yet. Its process keeps what is
 // sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
@@ -16,16 +16,8 @@
 // the link's socket before the message's first frame, which says that there is one, and belongs to
 // the message from then on.
 //
-// If a larger message is in a shared tensor and both ranks are on one host, the receiver reads it
-// there, in turns, and notifies the sender when it has all of it. A sender that takes the message
-// back meanwhile increments a counter in the tensor's region. The receiver checks the counter after
-// reading. If it has changed, the receiver discards the data and asks for the message as for any
-// other.
-//
-// Windows are memory that other ranks write to, without a receive. Data for a window is read
-// directly into it, or discarded if the window has been closed. A rank that writes beyond a window,
-// or to one that never existed, has broken the protocol. Signals of a window are empty messages of
-// its class; those without a posted receive are counted, by window and source.
+// Two kinds of traffic have classes of their own: puts into windows (windows.h), and messages that
+// the receiver reads in place (shared_reads.h).
 //
 // Thread contract: any thread may call functions that do not REQUIRE the I/O lock; they take it
 // themselves.
@@ -34,9 +26,8 @@
 // until the request is done or destroyed.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <list>
 #include <map>
@@ -48,85 +39,26 @@
 
 #include "base/fd.h"
 #include "base/status.h"
-#include "base/task.h"
 #include "transport/call_log.h"
 #include "transport/event.h"
 #include "transport/frame.h"
 #include "transport/io_lock.h"
 #include "transport/peer.h"
 #include "transport/shm/shared_heap.h"
+#include "transport/transfer.h"
+#include "transport/windows.h"
 
 namespace mycoll {
 
-class Connection;
 class Mesh;
 struct MeshOptions;
 struct OutItem;
-class Mailbox;
 
 constexpr int kFromAnyone = -1;
 // The limit for one rank and one group, without what is in flight when the sender is asked to hold.
 constexpr size_t kMaxBufferedBytes = 16 * 1024 * 1024;
-// The largest message of a collective of this many ranks that is sent without asking first.
+// The largest message of a collective of this many ranks that is sent without a kRequestToSend.
 size_t eagerInCollectives(const MeshOptions& options, size_t ranks);
-
-// One message to send or receive. A coroutine keeps it in its frame and awaits it; a subclass may
-// override deliver() to be notified instead.
-class Transfer : public Condition {
- public:
-  Transfer() = default;
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
-  virtual ~Transfer();  // cancels an unfinished request
-
-  bool ready() final { return isDone(); }
-  bool isDone() const { return done_.load(std::memory_order_acquire); }
-  // Only when ready.
-  const Status& status() const { return status_; }
-  // The rank that sends the message (for a receive, valid when ready) or receives it.
-  int peer() const { return peer_; }
-
-  // The call that this request belongs to, as it was posted.
-  const Signature& signature() const { return signature_; }
-  size_t bytes() const { return data_.bytes; }
-  // Receives, when ready: the descriptor of the memory that the sender has attached to the message.
-  // A closed one if there is none, it could not be sent, or this process had none left.
-  Fd takeDescriptor() { return std::move(descriptor_); }
-
- protected:
-  explicit Transfer(bool isDelivered) : isDelivered_(isDelivered) {}
-  // For requests that are delivered: called once, without locks, instead of becoming ready under
-  // the I/O lock. The implementation calls markDone(), and may drop its last reference here.
-  virtual void deliver() {}
-  void markDone() { done_.store(true, std::memory_order_release); }
-
- private:
-  friend class Mailbox;
-  friend class Connection;
-  friend class Mesh;
-
-  const bool isDelivered_ = false;
-  bool isPosted_ GUARDED_BY(ioRole) = false;  // known to the mailbox: queued, matched or waiting
-  bool isReceive_ = false;
-  int peer_ = -1;
-  MessageClass messageClass_ = MessageClass::kCollective;
-  uint64_t tag_ = 0;
-  Signature signature_;
-  Span data_;
-  size_t transferred_ GUARDED_BY(ioRole) = 0;  // bytes received or sent
-  size_t begun_ GUARDED_BY(ioRole) = 0;        // ... and those being received now
-  uint64_t id_ GUARDED_BY(ioRole) = 0;
-  Mailbox* mailbox_ = nullptr;
-  Transfer* previous_ GUARDED_BY(ioRole) = nullptr;  // in the mailbox's list of open requests
-  Transfer* next_ GUARDED_BY(ioRole) = nullptr;
-  Status status_;
-  std::shared_ptr<const Segment> attached_;  // sends
-  Fd descriptor_;                            // receives
-  // Sends: the receiver may read it in place, until it is ready.
-  bool isOffered_ GUARDED_BY(ioRole) = false;
-  bool isUnsent_ GUARDED_BY(ioRole) = false;  // NotSent, or PeerLost, was raised for it
-  std::atomic<bool> done_{false};
-};
 
 class Mailbox {
  public:
@@ -159,18 +91,11 @@ class Mailbox {
   // Cancels it, unless it is ready.
   void cancel(Transfer& request);
 
-  // From now on other ranks may write to this memory, and signal. Window numbers only grow, and are
-  // the same on all ranks. Each rank opens a window before another one can know that it has.
-  void openWindow(uint64_t window, Span memory);
-  // Nothing is written to the window any more. Ends the requests posted for it with this status.
-  void closeWindow(uint64_t window, const Status& status);
-  // Posts, like send(), a write to a window of another rank, from this offset on. The caller has
-  // checked that the data fits.
-  void put(Transfer& request, int destination, uint64_t window, uint64_t offset,
-           const Signature& signature, Span data);
+  // The memory that other ranks may write to.
+  Windows& windows() { return windows_; }
 
   // Sends a control frame to another rank and wakes it. Does nothing if the rank has left.
-  void tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject = 0);
+  void notify(int rank, FrameKind kind, const std::string& payload, uint64_t subject = 0);
 
   // Whether the other rank has not matched it: no message has arrived for this receive, or no
   // answer for this send.
@@ -193,10 +118,10 @@ class Mailbox {
   void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
       REQUIRES(ioRole);
   // Whether this rank has received a message of one of that rank's calls.
-  bool hasHeardOf(int rank) const REQUIRES(ioRole) { return flows_[rank].hasSpoken; }
+  bool hasReceivedFrom(int rank) const REQUIRES(ioRole) { return flows_[rank].hasReceived; }
   // Whether that rank is known to have made the group: its engine has sent something, perhaps for
   // other ranks.
-  bool isThere(int rank) const REQUIRES(ioRole) { return flows_[rank].isThere; }
+  bool hasGroup(int rank) const REQUIRES(ioRole) { return flows_[rank].hasGroup; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
   // The collective that begins now. Messages for it that differ raise CallsDiffer, whether they
@@ -222,31 +147,38 @@ class Mailbox {
 
   // ---- for the mesh
   EventHandler& handler() const { return *handler_; }
-  void finish(Transfer& request, Status status) REQUIRES(ioRole);
-  // As finish(), for a request that may still be known elsewhere.
-  void abandon(Transfer& request, Status status) REQUIRES(ioRole);
   // The rank of that process, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);
-  // Where the payload of this frame goes; without `data` it is discarded. May queue answers.
-  struct Unexpected;
-  struct Target {
-    char* data = nullptr;
-    Transfer* request = nullptr;
-    Unexpected* unexpected = nullptr;
-    uint64_t window = 0;  // 0: none
-    bool isStreaming = false;
-  };
-  Target onFrame(const FrameHeader& header, Fd descriptor = Fd(), const SharedPlace& place = {})
-      REQUIRES(ioRole);
-  void onRequestToSend(const FrameHeader& header, const std::string& payload, Fd descriptor)
-      REQUIRES(ioRole);
-  void onPayload(const FrameHeader& header, const Target& target) REQUIRES(ioRole);
-  void onClearToSend(const FrameHeader& header) REQUIRES(ioRole);
-  void onTaken(const FrameHeader& header) REQUIRES(ioRole);
-  // Reads up to this many bytes of a message in another rank's shared tensor. Returns true if there
-  // was one.
-  bool readShared(size_t turnBytes) REQUIRES(ioRole);
+  // Where the payload of this frame goes. May queue answers.
+  FrameTarget onFrame(const FrameHeader& header, Fd descriptor = Fd(),
+                      const SharedPlace& place = {}) REQUIRES(ioRole);
+  void onPayload(const FrameHeader& header, const FrameTarget& target) REQUIRES(ioRole);
+  // kClearToSend, kTaken.
+  void onAnswer(const FrameHeader& header) REQUIRES(ioRole);
   void onControl(const FrameHeader& header, const std::string& payload) REQUIRES(ioRole);
+  void finish(Transfer& request, Status status) REQUIRES(ioRole);
+
+  // ---- for windows and shared reads
+  // Posts a send. Returns false if it has ended immediately.
+  bool postSend(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
+                const Signature& signature, Span data) REQUIRES(ioRole);
+  // Returns true if a failure has been raised that ends such messages: nothing of them is sent or
+  // received any more. Requests for them stay open until the group has handled the failure.
+  bool isEnding(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
+  FrameHeader header(FrameKind kind, int destination) const;
+  // Of a frame that describes this send.
+  FrameHeader header(FrameKind kind, const Transfer& request) const;
+  void enqueue(int destination, OutItem item) REQUIRES(ioRole);
+  // Removes and returns the first posted receive for this message, or null.
+  Transfer* matchPosted(const FrameHeader& header) REQUIRES(ioRole);
+  // The peer has broken the protocol: fails the group.
+  void failBy(const std::string& what) REQUIRES(ioRole);
+  // Ends all such requests.
+  void endAll(const Status& status, const std::function<bool(const Transfer&)>& isMeant)
+      REQUIRES(ioRole);
+  // The request has read its message, which has this header, in place. isValid: the sender has not
+  // taken it back meanwhile.
+  void onRead(Transfer& request, const FrameHeader& header, bool isValid) REQUIRES(ioRole);
 
  private:
   bool checkRank(Transfer& request, int rank, const char* what);
@@ -256,46 +188,36 @@ class Mailbox {
   Status absenceOf(int rank) REQUIRES(ioRole);
   // Returns true if `refusal` is ok. If not, ends the request with it.
   bool admit(Transfer& request, Status refusal) REQUIRES(ioRole);
-  // Returns true if a failure has been raised that ends such messages: nothing of them is sent or
-  // received any more. Requests for them stay open until the group has handled the failure.
-  bool isEnding(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   void raise(Event event) REQUIRES(ioRole);
   // Raises an event that fails the group, from this collective on.
   void raiseFailure(uint64_t from, Event event) REQUIRES(ioRole);
-  void failBy(const std::string& what) REQUIRES(ioRole);
   bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
   bool agreesEarly(const FrameHeader& came) REQUIRES(ioRole);
-  Target intoWindow(const FrameHeader& header) REQUIRES(ioRole);
-  Target onSignal(const FrameHeader& header) REQUIRES(ioRole);
   void dispatch(Transfer& request) REQUIRES(ioRole);
-  void enqueue(int destination, OutItem item) REQUIRES(ioRole);
   void sendToSelf(Transfer& request, const FrameHeader& message) REQUIRES(ioRole);
   size_t earlyRoom() const;
-  void noteSpoken(int source) REQUIRES(ioRole);
-  void noteThere(int source) REQUIRES(ioRole);
+  void noteReceived(int source) REQUIRES(ioRole);
+  void noteHasGroup(int source) REQUIRES(ioRole);
   void noteUnanswered(const FrameHeader& header) REQUIRES(ioRole);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data) REQUIRES(ioRole);
-  Transfer* matchPosted(const FrameHeader& header) REQUIRES(ioRole);
   bool isWaiting(const Transfer& request) const REQUIRES(ioRole);
-  template <typename Wanted>  // a predicate, of open requests
-  void abandonAll(const Status& status, Wanted isWanted) REQUIRES(ioRole);
-  void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message)
+  template <typename Wanted>
+  bool isAnyOpen(Wanted isWanted) const REQUIRES(ioRole);
+  // As finish(), for a request that may still be known elsewhere.
+  void abandon(Transfer& request, Status status) REQUIRES(ioRole);
+  void acceptUnexpected(Transfer& request, std::list<UnexpectedMessage>::iterator message)
       REQUIRES(ioRole);
   // Frees these messages. A socket that is reading into one of them discards the rest of the frame.
   template <typename Wanted>
   void eraseUnexpected(Wanted isWanted) REQUIRES(ioRole);
   void countBuffered(const FrameHeader& header, bool isMore) REQUIRES(ioRole);
-  void onFlow(const FrameHeader& header) REQUIRES(ioRole);
-  Target targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);
-  Target targetIn(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
+  void onHold(const FrameHeader& header) REQUIRES(ioRole);
+  FrameTarget targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);
+  FrameTarget targetIn(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
+  void putInFlight(Transfer& request) REQUIRES(ioRole);
   void clearToSend(Transfer& request, const FrameHeader& header, const SharedPlace& place)
       REQUIRES(ioRole);
-  void offer(Transfer& request, Connection& connection, OutItem* item) REQUIRES(ioRole);
-  bool beginReading(Transfer& request, const FrameHeader& header, const SharedPlace& place)
-      REQUIRES(ioRole);
-  bool isBeingRead(const Transfer& request) const REQUIRES(ioRole);
-  FrameHeader header(FrameKind kind, int destination) const;
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload,
                       uint64_t subject = 0) const;
 
@@ -320,51 +242,36 @@ class Mailbox {
   Transfer* open_ GUARDED_BY(ioRole) = nullptr;
   // In order of posting, and in order of arrival. Both are short: linear search is the fastest.
   std::vector<Transfer*> posted_ GUARDED_BY(ioRole);
-  std::list<Unexpected> unexpected_ GUARDED_BY(ioRole);
+  std::list<UnexpectedMessage> unexpected_ GUARDED_BY(ioRole);
+  // Flow control with one rank.
   struct Flow {
     size_t bufferedBytes = 0;      // of its messages, in unexpected_
-    bool isHeld = false;           // it was asked to hold
+    bool isHeld = false;           // this rank has asked it to hold
     bool holdsUs = false;          // it has asked this rank to hold
-    bool hasSpoken = false;        // a message or an answer was received from it
-    bool isThere = false;          // it is known to have made the group
+    bool hasReceived = false;      // a message or an answer was received from it
+    bool hasGroup = false;         // it is known to have made the group
     bool isAnswered = false;       // something was sent to it
-    size_t early = 0;              // bytes sent to it before isThere
+    size_t early = 0;              // bytes sent to it before hasGroup
     size_t unanswered = 0;         // bytes received from it before isAnswered
-    std::list<Transfer*> waiting;  // sends that wait for isThere, in order
+    std::list<Transfer*> waiting;  // sends that wait for hasGroup, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // A message that a kEager frame without payload has begun, and where its payload goes.
   struct Assembly {
-    uint64_t request = 0;              // by id; or
-    Unexpected* unexpected = nullptr;  // memory of this mailbox
-    size_t left = 0;                   // bytes that have not begun to arrive
+    uint64_t request = 0;                  // by id; or
+    UnexpectedMessage* message = nullptr;  // memory of this mailbox
+    size_t left = 0;                       // bytes that have not begun to arrive
   };
   std::map<std::pair<int, uint64_t>, Assembly> assemblies_ GUARDED_BY(ioRole);  // source, number
   // Matched, or waiting for clear-to-send, by id.
   std::unordered_map<uint64_t, Transfer*> inFlight_ GUARDED_BY(ioRole);
   uint64_t nextId_ GUARDED_BY(ioRole) = 1;
 
-  // Messages that are being read in place, in turn. The mesh counts all of them.
-  struct Reading {
-    Transfer* request;
-    FrameHeader header;
-    SharedPlace place;
-    std::shared_ptr<Segment> segment;
-    const char* from;
-    size_t got = 0;
-  };
-  std::deque<Reading> readings_ GUARDED_BY(ioRole);
-
-  struct OpenWindow {
-    Span memory;
-    std::vector<uint64_t> signals;  // by source: signals without a receive
-  };
-  std::map<uint64_t, OpenWindow> windows_ GUARDED_BY(ioRole);
-  uint64_t lastWindow_ GUARDED_BY(ioRole) = 0;
+  Windows windows_{*this};
 };
 
 // A message that arrived before its receive was posted.
-struct Mailbox::Unexpected {
+struct UnexpectedMessage {
   FrameHeader header;
   SharedPlace place;
   Fd descriptor;

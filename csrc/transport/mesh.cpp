@@ -26,7 +26,8 @@ constexpr size_t kMostUnsaid = 16;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_, [this](const Doorkeeper::Claim& claim) REQUIRES(ioRole) { return admit(claim); },
+          local_,
+          [this](const Doorkeeper::Entrant& entrant) REQUIRES(ioRole) { return admit(entrant); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (entrant.joins != 0) {
@@ -38,7 +39,7 @@ Mesh::Mesh(MeshOptions options)
       watch_(local_.sleeper) {}
 
 Mesh::~Mesh() {
-  for (auto& connection : connections_) connection->sayNoMore();
+  for (auto& connection : connections_) connection->finishSending();
   const Deadline deadline = Deadline::after(kLastBytes);
   for (auto& connection : connections_) {
     while (!connection->hasArrived() && !deadline.expired()) usleep(200);
@@ -76,9 +77,15 @@ Status Mesh::open() {
 
 // Any part of the work may run out of memory.
 template <class Work>
-bool Mesh::workWithin(const Work& work) {
+bool Mesh::turn(const Work& work) {
   try {
-    if (!hasRunOut_) return work();
+    if (!hasRunOut_) {
+      const bool moved = work();
+      if (local_.events.empty()) return moved;
+      handleEvents();
+      for (auto& connection : connections_) connection->flush();  // what the groups answer
+      return true;
+    }
   } catch (const std::bad_alloc&) {
     hasRunOut_ = true;
   }
@@ -101,18 +108,6 @@ void Mesh::giveUp() {
   }
   handleEvents();
   hasRunOut_ = false;
-}
-
-// Sends immediately what the groups answer.
-template <class Work>
-bool Mesh::turn(const Work& work) {
-  return workWithin([&]() REQUIRES(ioRole) {
-    const bool moved = work();
-    if (local_.events.empty()) return moved;
-    handleEvents();
-    for (auto& connection : connections_) connection->flush();
-    return true;
-  });
 }
 
 // A handler may raise further events.
@@ -151,7 +146,7 @@ void Mesh::onEvent(const epoll_event& event) {
   if (doorkeeper_.onEvent(fd)) return;
   const bool isClosed = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
   for (auto& connection : connections_) {
-    if (connection->onEvent(fd, isClosed)) return;
+    if (connection->receiver().onEvent(fd, isClosed)) return;
   }
   const std::string ended = watch_.endedBy(fd);
   if (!ended.empty() && watch_.hasEnded(ended)) processEnded(ended);
@@ -196,7 +191,7 @@ bool Mesh::lookAndMove(bool* inHost) {
   // hang-ups.
   const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
   if (asksEach) {
-    for (auto& connection : connections_) connection->lookAgain();
+    for (auto& connection : connections_) connection->receiver().lookAgain();
   }
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
   const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
@@ -224,14 +219,11 @@ bool Mesh::moveBytes(bool* inHost) {
     if (hasMoved && inHost) *inHost |= connection.isShm();
   };
   for (auto& connection : connections_) {
-    if (connection->maybeReadable()) note(*connection, connection->drain());
+    if (connection->receiver().maybeReadable()) note(*connection, connection->drain());
   }
-  if (local_.readings > 0) {
-    for (Mailbox* mailbox : local_.groups.all()) {
-      const bool hasRead = mailbox->readShared(Connection::kTurnBytes);
-      moved |= hasRead;
-      if (hasRead && inHost) *inHost = true;
-    }
+  if (sharedReads_.read(Connection::kTurnBytes)) {
+    moved = true;
+    if (inHost) *inHost = true;
   }
   for (auto& connection : connections_) note(*connection, connection->flush());
   if (local_.dialing > 0) dialAgain();
@@ -287,33 +279,31 @@ Connection& Mesh::linkTo(const PeerAddress& peer) {
 bool Mesh::hasLinkTo(const PeerAddress& peer) const { return find(peer.uid) != nullptr; }
 
 void Mesh::forget(Transfer* request) {
-  for (auto& connection : connections_) connection->forget(request);
+  for (auto& connection : connections_) connection->sender().forget(request);
+  discard([&](const FrameTarget& target) { return target.request == request; });
 }
 
-void Mesh::forget(const Mailbox::Unexpected* message) {
-  for (auto& connection : connections_) connection->forget(message);
-}
-
-void Mesh::forget(Mailbox* mailbox, uint64_t window) {
-  for (auto& connection : connections_) connection->forget(mailbox, window);
+void Mesh::discard(const std::function<bool(const FrameTarget&)>& isMeant) {
+  for (auto& connection : connections_) connection->receiver().discard(isMeant);
 }
 
 bool Mesh::hasQueued(uint64_t context, int rank) const {
   return std::any_of(connections_.begin(), connections_.end(),
-                     [&](const auto& connection)
-                         REQUIRES(ioRole) { return connection->hasQueued(context, rank); });
+                     [&](const auto& connection) REQUIRES(ioRole) {
+                       return connection->sender().hasQueued(context, rank);
+                     });
 }
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Outcome Mesh::admit(const Doorkeeper::Claim& claim) const {
-  const std::string& uid = claim.uid;
+Outcome Mesh::admit(const Doorkeeper::Entrant& entrant) const {
+  const std::string& uid = entrant.peer.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!claim.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
+  if (!entrant.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
   const Connection* connection = find(uid);
-  if (claim.joins != 0) {
-    return connection && connection->mayBeJoined(claim.joins) ? Outcome::kAccepted
-                                                              : Outcome::kRefused;
+  if (entrant.joins != 0) {
+    return connection && connection->mayBeJoined(entrant.joins) ? Outcome::kAccepted
+                                                                : Outcome::kRefused;
   }
   if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {
@@ -331,13 +321,13 @@ Outcome Mesh::admit(const Doorkeeper::Claim& claim) const {
 }
 
 void Mesh::dialAgain() {
-  std::vector<Connection*> toNobody;
+  std::vector<Connection*> unneeded;
   for (auto& connection : connections_) {
     connection->dialAgain();
-    if (connection->isToNobody()) toNobody.push_back(connection.get());
+    if (connection->hasNoGroup()) unneeded.push_back(connection.get());
   }
   // The other side has left all groups that both were in.
-  for (Connection* connection : toNobody) {
+  for (Connection* connection : unneeded) {
     connection->giveUpDialing();
     erase(*connection);
   }
@@ -361,8 +351,8 @@ void Mesh::loseEnding() {
     if (connection->state() != Connection::State::kEnding) continue;
     // A killed process closes its connections, too: report its end as the reason.
     const bool isEnded = watch_.isEnding(connection->peer().uid);
-    if (isEnded) connection->hasEnded();
-    if (connection->hasSaidAll(isEnded)) lost.push_back(connection.get());
+    if (isEnded) connection->processEnded();
+    if (connection->isDrained(isEnded)) lost.push_back(connection.get());
   }
   for (Connection* connection : lost) lose(*connection);
 }
@@ -424,7 +414,7 @@ void Mesh::addMailbox(Mailbox* mailbox) {
     watch_.add(*peer, isLocal(*peer), local_.address);
   }
   bool isComplete = true;
-  std::vector<EarlyFrame> early = local_.groups.takeEarly(group.context, group.rank, &isComplete);
+  std::vector<WholeFrame> early = local_.groups.takeEarly(group.context, group.rank, &isComplete);
   if (!isComplete) {
     raise(mailbox, GroupFails{Status(
                        Code::kInternal,
@@ -432,8 +422,8 @@ void Mesh::addMailbox(Mailbox* mailbox) {
                            " received more early messages than it can buffer before it joined "
                            "the group")});
   }
-  for (EarlyFrame& frame : early) {
-    if (Connection::deliver(*mailbox, frame)) continue;
+  for (WholeFrame& frame : early) {
+    if (FrameReceiver::deliver(*mailbox, frame)) continue;
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
   }
@@ -456,7 +446,7 @@ void Mesh::removeMailbox(Mailbox* mailbox) {
     const Connection* connection = find(peer.uid);
     if (connection && connection->state() == Connection::State::kLost) erase(*connection);
   }
-  for (auto& connection : connections_) connection->forget(mailbox);
+  discard([&](const FrameTarget& target) { return target.mailbox == mailbox; });
 }
 
 }  // namespace mycoll

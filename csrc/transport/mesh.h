@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -26,6 +27,7 @@
 #include "transport/local.h"
 #include "transport/mailbox.h"
 #include "transport/process_watch.h"
+#include "transport/shared_reads.h"
 
 namespace mycoll {
 
@@ -70,18 +72,15 @@ class Mesh {
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
   void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);  // does not throw
   Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
-  void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
-    connection.enqueue(std::move(item));
-  }
-  void forget(Transfer* request) REQUIRES(ioRole);  // removes it from all queues
-  void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
-  // Discards what is being received into this window.
-  void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
+  // Removes it from all queues, and discards what is being received into it.
+  void forget(Transfer* request) REQUIRES(ioRole);
+  // Discards what is being received into such targets.
+  void discard(const std::function<bool(const FrameTarget&)>& isMeant) REQUIRES(ioRole);
+  SharedReads& sharedReads() REQUIRES(ioRole) { return sharedReads_; }
   void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
     local_.raise(mailbox, std::move(event));
   }
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
-  void addReadings(int delta) REQUIRES(ioRole) { local_.readings += delta; }
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // Sends it on the existing connection, or on the next one that is made; makes none itself.
@@ -94,20 +93,18 @@ class Mesh {
   Status open();
   // Called by a thread that waits in the sleeper.
   void onReady(const epoll_event* events, int count);
-  template <class Work>
-  bool turn(const Work& work) REQUIRES(ioRole);
   void handleEvents() REQUIRES(ioRole);
   bool lookAndMove(bool* inHost) REQUIRES(ioRole);
-  // Calls work(). If that runs out of memory, all groups fail.
+  // Calls work(), and passes the groups their events. If memory runs out, all groups fail.
   template <class Work>
-  bool workWithin(const Work& work) REQUIRES(ioRole);
+  bool turn(const Work& work) REQUIRES(ioRole);
   void giveUp() REQUIRES(ioRole);
   void onEvent(const epoll_event& event) REQUIRES(ioRole);
   void pollEvents() REQUIRES(ioRole);
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Outcome admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
+  Outcome admit(const Doorkeeper::Entrant& entrant) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);
@@ -127,6 +124,7 @@ class Mesh {
   // every Connection is polled all the time, and there may be a thousand peers that need none. Only
   // frames of the latest groups are kept; Connection answers for the other groups.
   std::unordered_map<std::string, std::list<std::vector<OutItem>>> unconnected_ GUARDED_BY(ioRole);
+  SharedReads sharedReads_ GUARDED_BY(ioRole);
   std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
   std::atomic<int64_t> processesChecked_{0};   // when, in ms of the steady clock
   bool hasRunOut_ GUARDED_BY(ioRole) = false;  // of memory, and the groups were not notified yet

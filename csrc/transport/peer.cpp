@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstddef>
+#include <cstring>
 
 #include "base/sha256.h"
 
@@ -71,6 +73,14 @@ Status PeerAddress::decode(std::string_view text, PeerAddress* result) {
 std::string publicName(const std::string& uid) {
   const Digest digest = sha256("mycoll name " + uid);
   return toHex(digest.data(), 16);
+}
+
+socklen_t unixAddressOf(const char* prefix, const std::string& uid, sockaddr_un* address) {
+  const std::string name = prefix + publicName(uid);
+  std::memset(address, 0, sizeof(*address));
+  address->sun_family = AF_UNIX;
+  std::memcpy(address->sun_path + 1, name.data(), name.size());  // after a zero byte
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
 }  // namespace mycoll

@@ -1,7 +1,9 @@
 // The address of a process, as it publishes it in the rendezvous store. A plain value.
 #pragma once
 
+#include <sys/socket.h>
 #include <sys/types.h>
+#include <sys/un.h>
 
 #include <cstdint>
 #include <initializer_list>
@@ -79,5 +81,8 @@ struct GroupAddress {
 
 // The name of its sockets on its host, where all users can list names. It does not reveal the uid.
 std::string publicName(const std::string& uid);
+// The address of that name in the abstract namespace, which leaves nothing in a file system.
+// Returns its length.
+socklen_t unixAddressOf(const char* prefix, const std::string& uid, sockaddr_un* address);
 
 }  // namespace mycoll

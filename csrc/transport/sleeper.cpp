@@ -50,8 +50,6 @@ void Sleeper::watchAgain(int fd) {
   (void)epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
-void Sleeper::unwatch(int fd) { (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
-
 void Sleeper::sleep(uint64_t generation, Deadline deadline) {
   MutexLock lock(mutex_);
   if (generation_.load(std::memory_order_relaxed) != generation) return;

@@ -39,8 +39,6 @@ class Sleeper {
   Status watch(int fd);
   // Reports again what is already there.
   void watchAgain(int fd);
-  // For a descriptor that stays open; closing a descriptor also ends its watch.
-  void unwatch(int fd);
   int epollFd() const { return epoll_.get(); }
 
   uint64_t generation() const { return generation_.load(std::memory_order_seq_cst); }

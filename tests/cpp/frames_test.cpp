@@ -139,13 +139,14 @@ TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
     std::vector<char> data(1000, 'y');
     auto memory = std::make_unique<std::vector<char>>(1000, 'x');
     Mailbox& target = *world.at(1, kGroup).mailbox;
-    target.openWindow(1, {memory->data(), 1000});
+    target.windows().open(1, {memory->data(), 1000});
     gate->budget = sizeof(FrameHeader) + 400;
     Transfer putting;
-    world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(1000), {data.data(), 1000});
+    world.at(0, kGroup).mailbox->windows().put(putting, 1, 1, 0, Meshes::word(1000),
+                                               {data.data(), 1000});
     EXPECT(world.turnUntil([&] { return gate->budget == 0 && (*memory)[399] == 'y'; }));
     EXPECT((*memory)[400] == 'x');
-    target.closeWindow(1, Status(Code::kAborted, "closed"));
+    target.windows().close(1, Status(Code::kAborted, "closed"));
     memory.reset();
     gate->budget = ~size_t{0};
     EXPECT(world.turnUntil([&] { return putting.isDone(); }));
@@ -164,13 +165,13 @@ TEST(Frames, aPutIsCancelledHalfWay) {
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
     constexpr size_t kBytes = 3 * 1024 * 1024;
     std::vector<char> memory(kBytes, 'x');
-    world.at(1, kGroup).mailbox->openWindow(1, {memory.data(), kBytes});
+    world.at(1, kGroup).mailbox->windows().open(1, {memory.data(), kBytes});
     gate->budget = sizeof(FrameHeader) + 400;
     {
       std::vector<char> data(kBytes, 'y');
       Transfer putting;
-      world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(kBytes),
-                                       {data.data(), kBytes});
+      world.at(0, kGroup).mailbox->windows().put(putting, 1, 1, 0, Meshes::word(kBytes),
+                                                 {data.data(), kBytes});
       EXPECT(world.turnUntil([&] { return gate->budget == 0; }));
     }
     gate->budget = ~size_t{0};
@@ -312,8 +313,8 @@ TEST(Frames, repeatedNotificationsReplaceEachOther) {
   Transfer message;
   mailbox.send(message, 1, kMessages, 5, Meshes::word(100), {once.data(), 100});
   for (int i = 0; i < 100'000; ++i) {
-    mailbox.tell(1, i % 2 ? FrameKind::kArrived : FrameKind::kQuestion, std::string(1000, 'a'),
-                 static_cast<uint64_t>(i % 3));
+    mailbox.notify(1, i % 2 ? FrameKind::kArrived : FrameKind::kQuestion, std::string(1000, 'a'),
+                   static_cast<uint64_t>(i % 3));
     world.turn(1);
   }
   world.join(1, kGroup + 1, {0, 1});

@@ -171,7 +171,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
   // Guarded on both sides: nothing may be written there. What has come is used at once.
   std::vector<char> memory(3 * kBytes, 'x'), other(3 * kBytes, 'x'), window(3 * kBytes, 'x');
   bool isUsed = false;
-  mailboxes[1]->openWindow(7, {window.data() + kBytes, kBytes});
+  mailboxes[1]->windows().open(7, {window.data() + kBytes, kBytes});
   char word[kBytes] = {};
   {
     Transfer sending, first, second;

@@ -177,7 +177,7 @@ void PeerMemory::forgetDropped() {
     const auto& [name, known] = entry;
     if (!known.isUsable) return false;
     if (name.first == self_) return known.own.expired();
-    return SharedHeap::headOf(*known.segment).isDropped.load(std::memory_order_acquire) != 0;
+    return SharedHeap::isDropped(*known.segment);
   });
 }
 

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "transport/shm/link.h"
 
 namespace mycoll {
 
@@ -21,26 +20,19 @@ Status PeerRegions::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
   return Status();
 }
 
-bool PeerRegions::mayGive(uint64_t region) const {
+bool PeerRegions::offer(uint64_t region, std::shared_ptr<const Segment>* attached) {
   const auto known = given_.find(region);
-  return known == given_.end() || known->second.isNever() || known->second.expired();
-}
-
-bool PeerRegions::give(uint64_t region, LinkSender& link) {
-  const auto known = given_.find(region);
+  if (known != given_.end() && known->second.isNever()) return true;
   if (known != given_.end() && !known->second.expired()) return false;
-  const std::shared_ptr<Segment> segment = SharedHeap::process().segmentOf(region);
-  if (!segment || !link.sendFd(segment->fd())) return false;
-  given_[region] = Deadline::never();
-  return true;
+  *attached = SharedHeap::process().segmentOf(region);
+  if (*attached) given_[region] = Deadline::never();
+  return *attached != nullptr;
 }
 
 void PeerRegions::takeBack(uint64_t region) { given_[region] = Deadline::after(kTryAgain); }
 
 void PeerRegions::add(uint64_t region, size_t bytes, Fd fd) {
-  std::erase_if(known_, [](const auto& entry) {
-    return SharedHeap::headOf(*entry.second).isDropped.load(std::memory_order_acquire) != 0;
-  });
+  std::erase_if(known_, [](const auto& entry) { return SharedHeap::isDropped(*entry.second); });
   std::shared_ptr<Segment> segment;
   const Status status = map(std::move(fd), bytes, &segment);
   if (status.ok()) {

@@ -14,7 +14,6 @@
 
 #include "base/deadline.h"
 #include "transport/io_lock.h"
-#include "transport/link.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_heap.h"
 
@@ -29,10 +28,9 @@ class PeerRegions {
   // Maps a region of this size.
   static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
 
-  // Whether messages to the peer may refer to this process's region.
-  bool mayGive(uint64_t region) const REQUIRES(ioRole);
-  // For a message that refers to it, and is sent now. Returns true if the descriptor was sent.
-  bool give(uint64_t region, LinkSender& link) REQUIRES(ioRole);
+  // Whether a message to the peer may refer to this process's region. *attached: set if the
+  // descriptor of the region must be sent with the message.
+  bool offer(uint64_t region, std::shared_ptr<const Segment>* attached) REQUIRES(ioRole);
   // The peer could not read it.
   void takeBack(uint64_t region) REQUIRES(ioRole);
   // The peer has given a region of this size.

@@ -85,6 +85,10 @@ class SharedHeap {
   static RegionHead& headOf(const Segment& region) {
     return *reinterpret_cast<RegionHead*>(region.data());
   }
+  // Whether its owner has dropped this region, so that a mapping of it is no longer needed.
+  static bool isDropped(const Segment& region) {
+    return headOf(region).isDropped.load(std::memory_order_acquire) != 0;
+  }
   // The memory that another process names in a region of its own. Null if no block can be there.
   static const char* memoryAt(const Segment& region, uint64_t offset, uint64_t bytes);
 

@@ -106,18 +106,21 @@ bool isInSubnetOf(const InterfaceAddress& own, const std::string& address) {
 
 Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHost,
                        std::vector<InterfaceAddress>* chosen) {
-  std::vector<InterfaceAddress> all = interfaceAddresses();
+  const std::vector<InterfaceAddress> all = interfaceAddresses();
   std::string name;
+  const auto useFirst = [&](auto&& isMeant) {
+    const auto found = std::find_if(all.begin(), all.end(), isMeant);
+    if (name.empty() && found != all.end()) name = found->interfaceName;
+  };
   if (filter.isSet()) {
     // An inclusion may name a loopback interface. An exclusion never selects one, and selects a
     // container's bridge only if there is nothing else.
     for (const bool areBridgesAdmitted : {false, true}) {
-      for (const auto& entry : all) {
-        bool admitted =
-            filter.matches(entry.interfaceName) && !(filter.isExclusion && entry.isLoopback) &&
-            (areBridgesAdmitted || !filter.isExclusion || !isContainerBridge(entry.interfaceName));
-        if (name.empty() && admitted) name = entry.interfaceName;
-      }
+      useFirst([&](const InterfaceAddress& entry) {
+        return filter.matches(entry.interfaceName) && !(filter.isExclusion && entry.isLoopback) &&
+               (areBridgesAdmitted || !filter.isExclusion ||
+                !isContainerBridge(entry.interfaceName));
+      });
     }
     if (name.empty()) {
       std::string there;
@@ -130,18 +133,12 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
                     "MYCOLL_SOCKET_IFNAME admits none of this host's interfaces (" + there + ")");
     }
   }
-  std::string source = name.empty() ? routeSource(storeHost) : "";
-  for (const auto& entry : all) {
-    if (name.empty() && !source.empty() && entry.address == source) name = entry.interfaceName;
-  }
-  for (const auto& entry : all) {
-    if (name.empty() && !entry.isLoopback && !isContainerBridge(entry.interfaceName)) {
-      name = entry.interfaceName;
-    }
-  }
-  for (const auto& entry : all) {
-    if (name.empty() && entry.isLoopback) name = entry.interfaceName;
-  }
+  const std::string source = name.empty() ? routeSource(storeHost) : "";
+  useFirst([&](const auto& entry) { return !source.empty() && entry.address == source; });
+  useFirst([](const auto& entry) {
+    return !entry.isLoopback && !isContainerBridge(entry.interfaceName);
+  });
+  useFirst([](const auto& entry) { return entry.isLoopback; });
   chosen->clear();
   for (const auto& entry : all) {
     // All that the filter names, as a user that names several wants them to be used.

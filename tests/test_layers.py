@@ -164,6 +164,7 @@ _gloo parcel _compat
 objects shared memory windows
 _create
 groups replace rendezvous launch
+elastic
 black_box
 status timeline metrics trace doctor
 bench.options bench.result bench.plot bench.report bench.compare

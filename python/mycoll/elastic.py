@@ -60,6 +60,8 @@ class ElasticGroup:
     their order, and newcomers follow them. Objects that hold the group before, such as
     DistributedDataParallel, are made again.
 
+    Its methods are called by one thread at a time.
+
     Args:
         store: Where processes find each other. It is used only while this object is made, and may
             end afterwards.
@@ -231,8 +233,9 @@ class ElasticGroup:
                     if each not in present
                 )
                 if not is_waiting and len(chosen) >= (self._min_ranks if is_late else needed):
-                    for each in chosen[1:]:
-                        self._send(each, "list", number=number, handles=chosen)
+                    for each in chosen:
+                        if each != self.handle:
+                            self._send(each, "list", number=number, handles=chosen)
                     return self._form(number, chosen)
             else:
                 call = self._calls.get(leader)

@@ -98,8 +98,9 @@ std::shared_ptr<Communicator> Generations::communicator() const {
   return now;
 }
 
-std::shared_ptr<Communicator> Generations::keptCommunicator() const NO_THREAD_SAFETY_ANALYSIS {
-  return endpoint_ ? communicator() : current_.communicator;
+std::shared_ptr<Communicator> Generations::kept(
+    const std::shared_ptr<Communicator>& communicator) const NO_THREAD_SAFETY_ANALYSIS {
+  return endpoint_ ? communicator : current_.communicator;
 }
 
 std::shared_ptr<DeviceSupport> Generations::device() const { return pin(&Generation::device); }
@@ -135,6 +136,7 @@ void Generations::reconfigure(
   Generation next = make(formed);
   whenFormed(formed);
   replace(std::move(next));
+  setTimeout(this->timeout());  // it may have been set meanwhile
   former.end(Deadline::after(kEndTimeout), reason);
 }
 

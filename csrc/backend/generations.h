@@ -59,8 +59,9 @@ class Generations {
   // none.
   std::shared_ptr<Communicator> communicator() const;
   std::shared_ptr<DeviceSupport> device() const;
-  // As communicator(), for what outlives the call.
-  std::shared_ptr<Communicator> keptCommunicator() const;
+  // For what outlives the call: the same as communicator() returned, kept alive.
+  std::shared_ptr<Communicator> kept(const std::shared_ptr<Communicator>& communicator) const;
+  std::shared_ptr<Communicator> keptCommunicator() const { return kept(communicator()); }
 
   // The options of the group, with its present timeout: a copy.
   c10::intrusive_ptr<MycollOptions> options() const;

@@ -106,7 +106,7 @@ MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
   const std::shared_ptr<Communicator> communicator = generations_.communicator();
   MycollWork::Ops ops = submit(*communicator, request, kept);
-  WorkPtr work = finishLaunch(*communicator, request, outputs, std::move(ops));
+  WorkPtr work = finishLaunch(communicator, request, outputs, std::move(ops));
   // If the operations are done by now, the caller drops their memory.
   if (!request.async || kept.use_count() == 1) kept->dropHere();
   return work;
@@ -114,12 +114,13 @@ MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList
 
 MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
                                            CallbackOrder& order) {
-  auto work = makeWork(request, outputs, {}, describe(request));
-  work->setEntry(order.hold([communicator = generations_.keptCommunicator(), work,
-                             held = std::make_shared<Request>(std::move(request))] {
-    const auto kept = std::make_shared<Kept>(std::move(held->keep));
-    work->begin(submit(*communicator, *held, kept));
-  }));
+  const std::shared_ptr<Communicator> communicator = generations_.keptCommunicator();
+  auto work = makeWork(communicator, request, outputs, {}, describe(request));
+  work->setEntry(
+      order.hold([communicator, work, held = std::make_shared<Request>(std::move(request))] {
+        const auto kept = std::make_shared<Kept>(std::move(held->keep));
+        work->begin(submit(*communicator, *held, kept));
+      }));
   return work;
 }
 
@@ -144,16 +145,18 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
   return device->launch(request, outputs, deviceExtras(request.type, std::move(order)));
 }
 
-MycollBackend::WorkPtr MycollBackend::finishLaunch(Communicator& communicator, Request& request,
-                                                   at::TensorList outputs, MycollWork::Ops ops) {
-  if (request.async) return makeWork(request, outputs, std::move(ops));
-  if (hook_->isSet()) [[unlikely]] {
-    makeWork(request, outputs, std::move(ops))->wait();
+MycollBackend::WorkPtr MycollBackend::finishLaunch(
+    const std::shared_ptr<Communicator>& communicator, Request& request, at::TensorList outputs,
+    MycollWork::Ops ops) {
+  if (request.async || hook_->isSet()) {
+    auto work = makeWork(generations_.kept(communicator), request, outputs, std::move(ops));
+    if (request.async) return work;
+    work->wait();
     return nullptr;
   }
   const DropScope afterwards;
   for (const OpPtr& op : ops) {
-    const Status status = communicator.wait(op, Deadline::never());
+    const Status status = communicator->wait(op, Deadline::never());
     if (!status.ok()) stayIfExiting();
     throwIfFailed(status);
   }
@@ -161,7 +164,8 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Communicator& communicator, R
   return nullptr;
 }
 
-c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::TensorList outputs,
+c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(std::shared_ptr<Communicator> communicator,
+                                                       Request& request, at::TensorList outputs,
                                                        MycollWork::Ops ops, std::string heldCall) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
@@ -176,8 +180,8 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::Ten
     extras.profilingTitle = titleOf(request);
     extras.profiledInputs = request.given.vec();
   }
-  auto work = c10::make_intrusive<MycollWork>(generations_.keptCommunicator(), request.type,
-                                              std::move(ops), outputs.vec(), std::move(extras));
+  auto work = c10::make_intrusive<MycollWork>(std::move(communicator), request.type, std::move(ops),
+                                              outputs.vec(), std::move(extras));
   work->start();
   if (request.async && isCoalescing()) coalesced_.push_back(work);
   return work;

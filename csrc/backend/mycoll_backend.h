@@ -241,14 +241,15 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr launch(Request& request, at::TensorList outputs);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr launchNow(Request& request, at::TensorList outputs);
-  WorkPtr finishLaunch(Communicator& communicator, Request& request, at::TensorList outputs,
-                       MycollWork::Ops ops);
+  WorkPtr finishLaunch(const std::shared_ptr<Communicator>& communicator, Request& request,
+                       at::TensorList outputs, MycollWork::Ops ops);
   // Waits until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   // For an asynchronous collective: submits it when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, CallbackOrder& order);
   // heldCall: see MycollWork::Extras.
-  c10::intrusive_ptr<MycollWork> makeWork(Request& request, at::TensorList outputs,
+  c10::intrusive_ptr<MycollWork> makeWork(std::shared_ptr<Communicator> communicator,
+                                          Request& request, at::TensorList outputs,
                                           MycollWork::Ops ops, std::string heldCall = {});
   std::string describe(const Request& request) const;
   Milliseconds timeoutOf(const Request& request) const {

@@ -165,7 +165,7 @@ MycollWindow::Layout MycollWindow::layoutOf(const CallerInfo& caller, int64_t ra
 
 MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
   const bool isAsync = std::exchange(request.async, true);
-  const WorkPtr work = backend_->finishLaunch(*communicator_, request, {}, {op});
+  const WorkPtr work = backend_->finishLaunch(communicator_, request, {}, {op});
   if (!isAsync) work->wait();
   return work;
 }

@@ -71,7 +71,7 @@ Task shakeHands(Handshake& handshake) {
   proof.mac = connectorProof(handshake.secret, hello, challenge.nonce, proof.cookie);
   handshake.hasProved = true;
   if (handshake.makesRings) {
-    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &handshake.rings));
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(ringSegmentBytes(), &handshake.rings));
     auto* ring = reinterpret_cast<RingHeader*>(handshake.rings->data());
     std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
     // A fresh socket has room for so few bytes, so this never fails for lack of it.

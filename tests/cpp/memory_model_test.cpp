@@ -14,7 +14,6 @@
 #include <functional>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "test.h"
@@ -75,9 +74,7 @@ class Machine {
 
   bool canFail() {
     State state;
-    for (const Thread& thread : protocol_.threads) {
-      state.progress.emplace_back(thread.size(), Progress::kNone);
-    }
+    for (const Thread& each : protocol_.threads) state.progress.emplace_back(each.size());
     state.memory = protocol_.initial;
     state.results.fill(kNone);
     return canFail(state);

@@ -55,8 +55,7 @@ Access add(int place, int value, int result = kNone) {
   return {.kind = Kind::kAdd, .order = kSeqCst, .place = place, .value = value, .result = result};
 }
 Access fence(Order order) { return {.kind = Kind::kFence, .order = order}; }
-// Stands for a fence that is missing.
-Access noFence() { return fence(kRelaxed); }
+Access noFence() { return fence(kRelaxed); }  // one that is missing
 
 using Thread = std::vector<Access>;
 using Results = std::array<int, kPlaces>;

@@ -137,10 +137,12 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   }
   endsFrom_.store(isExternal_ ? 0 : from, std::memory_order_relaxed);
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
+  // If only this rank is leaving, the group lives on for the others. Precedes hasFailed_: a thread
+  // that sees that ends its call, and may write to tensors that other ranks still read
+  // (ReadInTime).
+  if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   hasFailed_.store(true, std::memory_order_release);
   record_.fail(cause_);
-  // If only this rank is leaving, the group lives on for the others.
-  if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   mailbox_.failFrom(failedFrom_, cause_);
   if (!tellsOthers || !tellsOthers_) return;
   isPassedOn_ = isLarge_;

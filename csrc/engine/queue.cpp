@@ -72,6 +72,8 @@ bool Queue::inspectHead(const Inspect& fn) {
     if (isWaiting && !op->task.waitingFor()->ready()) missing = op->task.waitingFor()->missing();
     fn(*op, std::move(missing));
   }
+  // Either this sees the flag, or the thread that sets it finds the run lock free: see sleepFor().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   if (isLookMissed_.exchange(false)) engine_.mesh()->sleeper().wakeAll();
   return true;
 }
@@ -277,6 +279,7 @@ bool Queue::sleepFor(const Op& op, Deadline deadline) {
   // Look once more: from here on peers ring, and threads of this process wake this one. If another
   // thread is inspecting the queue, it wakes this one afterwards.
   isLookMissed_.store(true);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // a failed tryLock() orders nothing
   const bool advanced = !op.isMessage() && run(0);
   const bool moved = mesh.progress();
   if (!advanced && !moved && !op.done()) {

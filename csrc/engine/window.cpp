@@ -168,7 +168,7 @@ Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr
       const Part& part = parts[each.rank];
       Status status(Code::kNetwork, "shared memory: the descriptor did not come");
       Fd fd = each.message->takeDescriptor();
-      if (fd.isOpen() && part.offset >= SharedHeap::kHeadBytes) {
+      if (fd.isOpen() && part.offset >= SharedHeap::headBytes()) {
         status = Pages::map(std::move(fd), part.segmentBytes, part.offset, part.bytes,
                             &mapped[each.rank]);
       }

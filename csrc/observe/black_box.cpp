@@ -30,6 +30,7 @@ constexpr size_t kBoxRoom = 4096;
 constexpr size_t kSiteBytes = 256;
 constexpr size_t kFunctionBytes = 100;  // of these
 constexpr uint32_t kSites = 512;
+constexpr uint32_t kBeingWritten = 1;  // for GroupState::waitVersion
 constexpr size_t kBoxAt = kDescriptionRoom;
 constexpr size_t kSitesAt = kBoxAt + kBoxRoom;
 // Each area is mapped separately.
@@ -220,8 +221,9 @@ void BlackBox::describe() {
   std::memcpy(head_ + sizeof(preface), text.data(), text.size());
   std::memcpy(head_ + sizeof(preface.magic), reinterpret_cast<char*>(&preface) + sizeof(kMagic),
               sizeof(preface) - sizeof(kMagic));
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  std::memcpy(head_, kMagic, sizeof(kMagic));  // last: readers accept the box from here on
+  // Last: readers accept the box from here on.
+  __atomic_store_n(reinterpret_cast<uint64_t*>(head_), std::bit_cast<uint64_t>(kMagic),
+                   __ATOMIC_RELEASE);
 }
 
 GroupState* BlackBox::take() {
@@ -338,6 +340,12 @@ std::string BlackBox::snapshot() const {
   char* copy = bytes.data() + groupsAt();
   for (GroupState* area : areas_) {
     copyWords(area, copy, areaBytes_);
+    // As Entry::id, of the ranks that the group waits for: odd if they have changed meanwhile.
+    const uint32_t version = get(area->waitVersion);
+    char* const copiedVersion = copy + offsetof(GroupState, waitVersion);
+    if (std::memcmp(copiedVersion, &version, sizeof(version)) != 0) {
+      std::memcpy(copiedVersion, &kBeingWritten, sizeof(kBeingWritten));
+    }
     const Entry* entries = entriesOf(area);
     for (uint32_t i = 0; i < capacity_; ++i) {
       const uint64_t id = get(entries[i].id);

@@ -51,10 +51,10 @@ Status failed(const std::string& what, const std::string& path) {
 
 // Most of the box is zeros, and stays a hole in the file.
 bool writeBytes(int fd, const std::string& bytes) {
-  constexpr size_t kPage = 4096;
-  static const char kZeros[kPage] = {};
+  constexpr size_t kHole = 4096;
+  static const char kZeros[kHole] = {};
   for (size_t at = 0; at < bytes.size();) {
-    const size_t part = std::min(kPage, bytes.size() - at);
+    const size_t part = std::min(kHole, bytes.size() - at);
     ssize_t n = static_cast<ssize_t>(part);
     if (std::memcmp(bytes.data() + at, kZeros, part) != 0) {
       n = pwrite(fd, bytes.data() + at, part, static_cast<off_t>(at));

@@ -267,7 +267,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   hasProved_ = true;
   std::shared_ptr<Segment> rings;
   if (isShm) {
-    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &rings));
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(ringSegmentBytes(), &rings));
     std::memcpy(reinterpret_cast<RingHeader*>(rings->data())->cookie, proof.cookie,
                 sizeof(proof.cookie));
     if (!sendDescriptor(fd, rings->fd(), reinterpret_cast<const char*>(&proof), sizeof(proof))) {

@@ -224,7 +224,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   std::shared_ptr<Segment> segment;
   if (hello.isShm && verdict.outcome == Outcome::kAccepted) {
     const bool isMapped = memory.isOpen() &&
-                          Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
+                          Segment::adopt(std::move(memory), ringSegmentBytes(), &segment).ok() &&
                           std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
                                       proof.cookie, sizeof(proof.cookie)) == 0;
     if (!isMapped) verdict.outcome = Outcome::kRefused;

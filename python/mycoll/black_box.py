@@ -217,9 +217,9 @@ def read(pid: int) -> Process | None:
                 if not str(path.readlink()).startswith(LINK):
                     continue
                 with path.open("rb", buffering=0) as file:
-                    data = file.read()
-                    again = os.pread(file.fileno(), len(data), 0)
-                process = _Box(data, again).process()
+                    before = file.read()
+                    data, after = (os.pread(file.fileno(), len(before), 0) for _ in range(2))
+                process = _Box(data, before, after).process()
                 # A child of fork inherits its parent's descriptor, which describes the parent.
                 if process.pid in numbers_of(pid):
                     stat = Path(f"/proc/{pid}/stat").read_text()
@@ -240,7 +240,7 @@ def load(path: Path) -> Process:
     """
     try:
         data = path.read_bytes()
-        return _Box(data, data).process()
+        return _Box(data).process()
     except (OSError, *_MALFORMED) as error:
         raise TraceError(f"{path} is not a trace: {error}") from error
 
@@ -274,13 +274,14 @@ class _Struct:
 
 
 class _Box:
-    """The memory of a process, read twice; the second reading shows what changed meanwhile."""
+    """The memory of a process. It is read before and after, too: what is the same in both did not
+    change meanwhile. (In one reading, the processor may read a number after what it guards.)"""
 
-    def __init__(self, data: bytes, again: bytes) -> None:
+    def __init__(self, data: bytes, *others: bytes) -> None:
         if data[:8] != MAGIC:
             raise ValueError("it does not begin as one")
         (length,) = struct.unpack_from("<I", data, 12)
-        self.data, self.again = data, again
+        self.data, self.others = data, others
         self.layout = layout = json.loads(data[16 : 16 + length])
         self.groups = _Struct(layout["groups"]["fields"])
         self.entries = _Struct(layout["entries"]["fields"])
@@ -290,7 +291,7 @@ class _Box:
     def process(self) -> Process:
         fields, groups = self.fields, self.layout["groups"]
         # A copy says when it was made.
-        copied = fields["copied"] if self.data is self.again else 0
+        copied = 0 if self.others else fields["copied"]
         process = Process(
             job=f"{fields['job']:016x}",
             taken=((copied or time.monotonic_ns()) + self.offset) / 1e9,
@@ -320,7 +321,7 @@ class _Box:
             counts=self._counts(state["tallies"]),
             **{name: state[name] for name in alike},
         )
-        is_stable = state["waitVersion"] % 2 == 0
+        is_stable = state["waitVersion"] % 2 == 0 and self._is_same(self.groups, "waitVersion", at)
         if state["waitSequence"] == group.finished < group.submitted and is_stable:
             count = max(0, state["waitCount"])
             group.waits_for = state["waitRanks"][:count]
@@ -331,12 +332,17 @@ class _Box:
         for slot in range(state["capacity"]):
             base = at + entries["at"] + slot * entries["bytes"]
             (number,) = struct.unpack_from(id_kind, self.data, base + id_at)
-            (later,) = struct.unpack_from(id_kind, self.again, base + id_at)
-            if number and number == later:  # else it was being written over
+            if number and self._is_same(self.entries, "id", base):  # else it was being written over
                 rows.append(self.entries.read(self.data, base))
         rows.sort(key=lambda row: row["id"])
         group.operations = [self._operation(row) for row in rows]
         return group
+
+    def _is_same(self, kind: _Struct, name: str, base: int) -> bool:
+        """Whether a field was the same before and after."""
+        at, letters = kind.fields[name]
+        begin, end = base + at, base + at + struct.calcsize(letters)
+        return all(other[begin:end] == self.data[begin:end] for other in self.others)
 
     def _counts(self, tallies: list[int]) -> dict[str, Counts]:
         found = {}

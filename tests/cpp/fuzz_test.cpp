@@ -71,7 +71,7 @@ std::string nonsense(std::mt19937& random) {
     }
     // Where a message can be read, more or less: in a region that can be mapped.
     if (header.kind == FrameKind::kRequestToSend && random() % 4 > 0) {
-      SharedPlace place{1 + random() % 2, SharedHeap::kHeadBytes, kRegionBytes, 0};
+      SharedPlace place{1 + random() % 2, SharedHeap::headBytes(), kRegionBytes, 0};
       if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
       if (random() % 3 == 0) place.regionBytes = sizes[random() % std::size(sizes)];
       payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
@@ -205,7 +205,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
 
 constexpr size_t kTensorBytes = kLeastReduceOffer;
 // With which each rank has a region of its own.
-constexpr size_t kBlockBytes = SharedHeap::kRegionBytes - SharedHeap::kHeadBytes;
+const size_t kBlockBytes = SharedHeap::kRegionBytes - SharedHeap::headBytes();
 constexpr size_t kGuardBytes = 4096;
 
 // A rank's shared memory: numbers, so that it shows where something was read, or zeros.
@@ -247,8 +247,8 @@ std::string offersOfNonsense(std::mt19937& random) {
                              1,
                              2,
                              kTensorBytes - 1,
-                             SharedHeap::kHeadBytes - 1,
-                             SharedHeap::kHeadBytes,
+                             SharedHeap::headBytes() - 1,
+                             SharedHeap::headBytes(),
                              SharedHeap::kRegionBytes - kTensorBytes,
                              SharedHeap::kRegionBytes - kTensorBytes + 1,
                              SharedHeap::kRegionBytes,
@@ -258,7 +258,7 @@ std::string offersOfNonsense(std::mt19937& random) {
   const auto any = [&] { return values[random() % std::size(values)]; };
   std::vector<SharedSpan> spans(random() % 10 ? 1 + random() % 3 : random() % 200);
   for (SharedSpan& span : spans) {
-    span = {1, SharedHeap::kHeadBytes + random() % 4 * kTensorBytes / 4, kTensorBytes};
+    span = {1, SharedHeap::headBytes() + random() % 4 * kTensorBytes / 4, kTensorBytes};
     if (random() % 6 == 0) span.region = random() % 2 ? any() : random() % 100;
     if (random() % 3 == 0) span.offset = any();
     if (random() % 6 == 0) span.bytes = any();
@@ -401,8 +401,8 @@ std::string windowsOfNonsense(std::mt19937& random) {
   const uint64_t values[] = {0,
                              1,
                              2,
-                             SharedHeap::kHeadBytes - 1,
-                             SharedHeap::kHeadBytes,
+                             SharedHeap::headBytes() - 1,
+                             SharedHeap::headBytes(),
                              kWindowBytes - 1,
                              kWindowBytes + 1,
                              SharedHeap::kRegionBytes - kWindowBytes,

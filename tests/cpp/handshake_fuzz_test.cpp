@@ -163,16 +163,16 @@ std::vector<Fd> memoryFor(const Line& line, const char cookie[32], bool* isGood)
     found.push_back(std::move(fd));
   };
   if (line.memory == "short") {
-    ring(kRingSegmentBytes - 1, true, true);
+    ring(ringSegmentBytes() - 1, true, true);
   } else if (line.memory == "open") {
-    ring(kRingSegmentBytes, false, true);
+    ring(ringSegmentBytes(), false, true);
   } else if (line.memory == "stale") {
-    ring(kRingSegmentBytes, true, false);
+    ring(ringSegmentBytes(), true, false);
   } else if (line.memory == "file") {
     found.emplace_back(open("/dev/null", O_RDWR | O_CLOEXEC));
   } else if (line.memory != "none") {
-    if (line.memory == "two") ring(kRingSegmentBytes, true, false);
-    ring(kRingSegmentBytes, true, true);  // the last one counts
+    if (line.memory == "two") ring(ringSegmentBytes(), true, false);
+    ring(ringSegmentBytes(), true, true);  // the last one counts
   }
   *isGood = line.memory == "good" || line.memory == "two";
   return found;

@@ -20,7 +20,7 @@ namespace {
 // Both ends of a link, in one thread, and a stream of known bytes between them.
 struct Pair {
   explicit Pair(DistanceChoice distance) {
-    ASSERT(Segment::create(kRingSegmentBytes, &segment).ok());
+    ASSERT(Segment::create(ringSegmentBytes(), &segment).ok());
     int sockets[2];
     ASSERT(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
     sender = std::make_unique<ShmSender>(segment, RingSide::kMaker,
@@ -141,7 +141,7 @@ TEST(Ring, growsForLargeMessagesBetweenNearProcessesOnly) {
   EXPECT(memoryAfter(DistanceChoice::kFar, 300'000) <= kShortLap + kHeader);
   EXPECT(memoryAfter(DistanceChoice::kNear, 3'000) <= kShortLap + kHeader);
   EXPECT(memoryAfter(DistanceChoice::kNear, 300'000) > kShortLap + kHeader);
-  EXPECT(memoryAfter(DistanceChoice::kNear, 300'000) <= kRingSegmentBytes + kHeader);
+  EXPECT(memoryAfter(DistanceChoice::kNear, 300'000) <= ringSegmentBytes() + kHeader);
 }
 
 TEST(Ring, measuresHowNearItsEndsAre) {

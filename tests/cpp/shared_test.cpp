@@ -255,9 +255,9 @@ TEST(SharedHeap, otherProcessesMapIt) {
     ASSERT_OK(Pages::map(descriptor(), region->bytes(), place.offset, kBytes, &pages));
     EXPECT_EQ(pages->bytes(), kBytes);
     EXPECT(canWrite(pages->data()) && pages->data() != read->data() + place.offset);
-    const size_t before = place.offset % 4096;
+    const size_t before = place.offset % pageBytes();
     EXPECT_EQ(mappingAt(pages->data()).access, "rw-s");
-    EXPECT_EQ(mappingAt(pages->data()).bytes(), (before + kBytes + 4095) / 4096 * 4096);
+    EXPECT_EQ(mappingAt(pages->data()).bytes(), roundUp(before + kBytes, pageBytes()));
     EXPECT_EQ(mappingAt(pages->data()).begin, reinterpret_cast<uintptr_t>(pages->data()) - before);
     pages->data()[0] = 2;
     EXPECT(read->data()[place.offset] == 2);
@@ -325,7 +325,8 @@ TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
 TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
   const Reserving reserving;
   for (const bool isAll : {true, false}) {
-    mostReserved = isAll ? 0 : int{kRingSegmentBytes};  // false: of arenas, not of rings
+    mostReserved =
+        isAll ? 0 : static_cast<int>(ringSegmentBytes());  // false: of arenas, not of rings
     runWorld(2, Links::kShm, [&](Communicator& group) {
       Elements mine(false, 100'000);
       mine.fill(group.rank(), 0);
@@ -450,7 +451,7 @@ TEST(SharedTensors, processesReadEachOther) {
       const bool isRegion = mapping.name.starts_with("/memfd:") && mapping.access.ends_with("s") &&
                             mapping.bytes() >= SharedHeap::kRegionBytes;
       if (!isRegion) continue;
-      char* const place = reinterpret_cast<char*>(mapping.begin) + SharedHeap::kHeadBytes;
+      char* const place = reinterpret_cast<char*>(mapping.begin) + SharedHeap::headBytes();
       const bool isOwn = SharedHeap::process().find({place, 1}).region != 0;
       EXPECT_EQ(mapping.access, isOwn ? "rw-s" : "r--s");
       EXPECT_EQ(canWrite(place), isOwn);
@@ -530,5 +531,5 @@ TEST(SharedTensors, offersAreJudged) {
   int own = 0;
   EXPECT(!memory.offer({&own, sizeof(own)}, &offered));
   EXPECT(memory.offer({nullptr, 0}, &offered));
-  EXPECT(memory.find(1, {1, SharedHeap::kHeadBytes, 64}) == nullptr);
+  EXPECT(memory.find(1, {1, SharedHeap::headBytes(), 64}) == nullptr);
 }

@@ -450,7 +450,7 @@ TEST(Transport, aRegionThatCouldNotBeReadIsGivenAgain) {
 
 TEST(Transport, placesOfAPeerAreJudged) {
   constexpr size_t kBytes = 1024 * 1024;
-  const uint64_t head = SharedHeap::kHeadBytes;
+  const uint64_t head = SharedHeap::headBytes();
   const auto isFound = [&](const SharedPlace& place, size_t bytes, bool isRegion = true,
                            bool hasCome = true) {
     std::shared_ptr<Segment> made;

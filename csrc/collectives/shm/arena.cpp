@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/os.h"
 #include "base/sanitize.h"
 #include "kernels/copy.h"
 
@@ -11,7 +12,8 @@ namespace mycoll {
 namespace {
 
 constexpr size_t kLine = 128;
-constexpr size_t kPage = 4096;
+// The bulk areas of many ranks grow by this.
+constexpr size_t kChunkUnit = 4096;
 
 // Larger than any size that a leader would choose; too small to overflow.
 constexpr size_t kMaxAreaBytes = size_t{1} << 32;
@@ -49,7 +51,8 @@ struct Arena::Control {
 ArenaShape ArenaShape::enlarged() const {
   ArenaShape result = *this;
   result.smallBytes = std::max(smallBytes, static_cast<size_t>(ranks) * sizeof(uint64_t));
-  result.chunkBytes = std::max(chunkBytes, roundUp(static_cast<size_t>(ranks) * kSliceUnit, kPage));
+  result.chunkBytes =
+      std::max(chunkBytes, roundUp(static_cast<size_t>(ranks) * kSliceUnit, kChunkUnit));
   result.areas = std::max<uint64_t>(areas, 1);
   return result;
 }
@@ -61,29 +64,35 @@ bool ArenaShape::isUsable() const {
          areas <= kMaxAreas && chunkBytes % kSliceUnit == 0;
 }
 
-size_t ArenaShape::rankBytes() const {
-  return roundUp(sizeof(Arena::Control), kPage) + 2 * roundUp(smallBytes, kPage) +
-         areas * roundUp(chunkBytes, kPage);
+Arena::Layout::Layout(const ArenaShape& shape) {
+  const size_t page = pageBytes();
+  header = roundUp(sizeof(Header), page);
+  control = roundUp(sizeof(Control), page);
+  small = roundUp(shape.smallBytes, page);
+  chunk = roundUp(shape.chunkBytes, page);
+  rank = control + 2 * small + shape.areas * chunk;
 }
 
-size_t ArenaShape::totalBytes() const { return kPage + static_cast<size_t>(ranks) * rankBytes(); }
+size_t ArenaShape::totalBytes() const {
+  const Arena::Layout layout(*this);
+  return layout.header + static_cast<size_t>(ranks) * layout.rank;
+}
 
 Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
              std::vector<Bell> bells, std::vector<int> members, DistanceChoice distance)
     : segment_(std::move(segment)),
       shape_(shape),
+      layout_(shape),
       rank_(rank),
-      rankBytes_(shape.rankBytes()),
       bells_(std::move(bells)),
       members_(std::move(members)),
       distance_(shape.ranks - 1, distance) {
-  static_assert(sizeof(Header) <= kPage);
   if (rank_ == 0) tellDistance();
 }
 
 Arena::Control& Arena::control(int rank) const {
-  return *reinterpret_cast<Control*>(segment_->data() + kPage +
-                                     static_cast<size_t>(rank) * rankBytes_);
+  return *reinterpret_cast<Control*>(segment_->data() + layout_.header +
+                                     static_cast<size_t>(rank) * layout_.rank);
 }
 
 const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[number_ & 1]; }
@@ -92,8 +101,7 @@ char* Arena::beginBlob(size_t bytes) {
   ++number_;
   freed_ = std::exchange(began_, base_);
   if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
-  return reinterpret_cast<char*>(&control(rank_)) + roundUp(sizeof(Control), kPage) +
-         (number_ & 1) * roundUp(shape_.smallBytes, kPage);
+  return reinterpret_cast<char*>(&control(rank_)) + layout_.control + (number_ & 1) * layout_.small;
 }
 
 void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds, bool isOffer) {
@@ -103,6 +111,8 @@ void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds
   mine.isOffer = isOffer;
   mine.blobBytes = blobBytes;
   if (rank_ != 0 && looksAtDistance(mine)) Distance::mark(&control(rank_).marks, number_);
+  // Releases the arrival and the blob; sequentially consistent because of the look at the sleepers
+  // (setAsleep).
   mine.number.store(number_, std::memory_order_seq_cst);
   wakeSleepers();
 }
@@ -123,6 +133,7 @@ void Arena::met() {
   tellDistance();
 }
 
+// A hint: nothing is ordered by it.
 void Arena::tellDistance() {
   auto& areNear = reinterpret_cast<Header*>(segment_->data())->areNear;
   const uint32_t are = distance_.areNear();
@@ -144,14 +155,13 @@ const char* Arena::blobOf(int rank) const {
   const Arrival& theirs = arrival(rank);
   if (theirs.blobBytes <= Arrival::kInlineBytes) return theirs.inlined;
   if (theirs.blobBytes > shape_.smallBytes) return nullptr;
-  return reinterpret_cast<const char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
-         (number_ & 1) * roundUp(shape_.smallBytes, kPage);
+  return reinterpret_cast<const char*>(&control(rank)) + layout_.control +
+         (number_ & 1) * layout_.small;
 }
 
 char* Arena::bulk(int rank, uint64_t round) const {
-  return reinterpret_cast<char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
-         2 * roundUp(shape_.smallBytes, kPage) +
-         ((base_ + round) % shape_.areas) * roundUp(shape_.chunkBytes, kPage);
+  return reinterpret_cast<char*>(&control(rank)) + layout_.control + 2 * layout_.small +
+         ((base_ + round) % shape_.areas) * layout_.chunk;
 }
 
 bool Arena::isFirstAreaFree() const {
@@ -164,6 +174,8 @@ bool Arena::isFirstAreaFree() const {
   return true;
 }
 
+// Releases what this rank has written, and its reads: others may write there again. Sequentially
+// consistent because of the look at the sleepers (setAsleep).
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {
   control(rank_).counters[static_cast<int>(counter)].value.store(base_ + roundsCompleted,
                                                                  std::memory_order_seq_cst);
@@ -176,7 +188,8 @@ bool Arena::has(int rank, Counter counter, uint64_t roundsCompleted) const {
 }
 
 void Arena::endRounds(uint64_t rounds) {
-  // No rank waits for more than was published: the next collective starts from here.
+  // No rank waits for more than was published: the next collective starts from here. Releases the
+  // reads of this rank, as publish() does.
   for (auto& counter : control(rank_).counters) {
     counter.value.store(base_ + rounds, std::memory_order_release);
   }
@@ -188,6 +201,9 @@ void Arena::setAsleep(bool asleep) {
   if (asleep) {
     control(rank_).asleep.fetch_add(1, std::memory_order_seq_cst);
     header.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    // A rank that publishes either sees this one asleep, or this one sees what was published in its
+    // last check, whose loads are only acquire.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
   } else {
     header.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     control(rank_).asleep.fetch_sub(1, std::memory_order_seq_cst);
@@ -218,12 +234,20 @@ void Arena::fail(const Status& cause) {
     std::memcpy(header.text, cause.message().data(), header.textBytes);
     header.state.store(Header::kFailed, std::memory_order_seq_cst);
   }
+  // The program may write to its tensors after this, and a store does not wait for an earlier store
+  // to become visible. Pairs with ReadInTime.
+  std::atomic_thread_fence(std::memory_order_release);
   wakeAll();
 }
 
 bool Arena::hasFailed() const {
   const Header& header = *reinterpret_cast<const Header*>(segment_->data());
-  return header.state.load(std::memory_order_relaxed) == Header::kFailed;
+  return header.state.load(std::memory_order_relaxed) == Header::kFailed;  // failure() acquires
+}
+
+bool Arena::isFailing() const {
+  const Header& header = *reinterpret_cast<const Header*>(segment_->data());
+  return header.state.load(std::memory_order_acquire) == Header::kFailing;
 }
 
 Status Arena::failure() const {

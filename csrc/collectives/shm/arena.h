@@ -58,7 +58,6 @@ struct ArenaShape {
   bool isUsable() const;
   // Returns the smallest usable shape that is no smaller in any field.
   ArenaShape enlarged() const;
-  size_t rankBytes() const;
   size_t totalBytes() const;
   bool operator==(const ArenaShape&) const = default;
 };
@@ -124,6 +123,8 @@ class Arena {
   // The first cause is kept, for all ranks of the host.
   void fail(const Status& cause);
   bool hasFailed() const;
+  // A rank is writing the cause of a failure: the group has failed, but failure() is not known yet.
+  bool isFailing() const;
   Status failure() const;
   // The others see it from then on. The reason may be empty; a long one is truncated.
   void leave(std::string_view reason);
@@ -136,6 +137,11 @@ class Arena {
   friend struct ArenaShape;
   struct Header;
   struct Control;
+  // Sizes in bytes, all of them whole pages: each rank's parts are placed near it.
+  struct Layout {
+    explicit Layout(const ArenaShape& shape);
+    size_t header, control, small, chunk, rank;
+  };
 
   Control& control(int rank) const;
   const Arrival& arrival(int rank) const;
@@ -147,8 +153,8 @@ class Arena {
 
   std::shared_ptr<Segment> segment_;
   const ArenaShape shape_;
+  const Layout layout_;
   const int rank_;
-  const size_t rankBytes_;
   std::vector<Bell> bells_;
   const std::vector<int> members_;
   uint64_t number_ = 0;  // of the current collective

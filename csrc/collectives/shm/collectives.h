@@ -57,12 +57,23 @@ constexpr size_t kStreamingOutput = 1024 * 1024;
 constexpr size_t kLeastOffer = 128 * 1024;
 constexpr size_t kLeastReduceOffer = 1024 * 1024;
 
-// Called after the last piece was read in place. Not ok: the group has failed meanwhile, so the
-// owner may have used the memory for something else.
-inline Status shmReadInTime(const ShmGroup& group) {
-  std::atomic_thread_fence(std::memory_order_acquire);  // checks after the reads
-  return group.arena.failure();
-}
+// Awaited after the last piece was read in place. Not ok: the group has failed meanwhile, so the
+// owner may have used the memory for something else. Not ready while a rank writes the cause: the
+// owner may not have waited for that.
+class ReadInTime final : public Condition {
+ public:
+  explicit ReadInTime(const ShmGroup& group) : arena_(group.arena) {}
+  bool ready() override {
+    // Reads the state after the data. An owner that writes data marks the failure before:
+    // Arena::fail().
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return !arena_.isFailing();
+  }
+  Status status() const { return arena_.failure(); }
+
+ private:
+  const Arena& arena_;
+};
 
 // Introduces the ranks' memory, and begins the call again.
 Task shmAgain(ShmGroup group, const Call& call);

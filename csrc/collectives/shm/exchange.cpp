@@ -82,7 +82,9 @@ std::vector<SharedSpan> offerEach(const ShmGroup& group, const Spans& spans) {
 // rank waits for all of them.
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   Arena& arena = group.arena;
-  MYCOLL_CO_RETURN_IF_ERROR(shmReadInTime(group));
+  ReadInTime inTime(group);
+  co_await inTime;
+  MYCOLL_CO_RETURN_IF_ERROR(inTime.status());
   arena.publish(Counter::kDone, rounds + 1);
   if (isOffer) {
     RoundReached isRead(arena, Counter::kDone, rounds + 1);

@@ -13,7 +13,8 @@
 // for a while, and its tensors go through the arena, like any others.
 //
 // No rank writes to another rank's memory: it is mapped for reading only. So a rank whose call has
-// failed may use its tensors immediately, whatever the others are doing.
+// failed may use its tensors immediately, whatever the others are doing: those that have read them
+// check afterwards that the group had not failed (ReadInTime).
 //
 // Thread contract: as Arena: the thread that holds the run lock.
 // Lifetime: that of the group.

@@ -338,7 +338,9 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
     }
   }
   const uint64_t rounds = isAll ? slices.rounds : 1;
-  MYCOLL_CO_RETURN_IF_ERROR(shmReadInTime(group));
+  ReadInTime inTime(group);
+  co_await inTime;
+  MYCOLL_CO_RETURN_IF_ERROR(inTime.status());
   arena.publish(Counter::kDone, rounds);
   RoundReached isRead(arena, Counter::kDone, rounds);
   co_await isRead;

@@ -29,6 +29,7 @@ void Distance::look(int other, const Marks& theirs, uint64_t number) {
     const size_t next = at + (lag & 1);
     lag |= number - theirs.marks[next].value.load(std::memory_order_relaxed);
   }
+  std::atomic_thread_fence(std::memory_order_acquire);  // the clock is read after the marks
   const std::chrono::duration<double, std::nano> took = Clock::now() - start;
   if (lag != 0) return;
   uint8_t& history = histories_[other];

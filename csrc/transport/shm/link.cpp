@@ -21,7 +21,7 @@ constexpr size_t kMostReceived = 4096;
 constexpr char kMark = 'd';
 
 RingHeader* ringOf(const Segment& segment, bool isSecond) {
-  return reinterpret_cast<RingHeader*>(segment.data() + (isSecond ? kRingBytes : 0));
+  return reinterpret_cast<RingHeader*>(segment.data() + (isSecond ? ringBytes() : 0));
 }
 
 }  // namespace
@@ -79,10 +79,10 @@ bool ShmSender::hasRoom() {
 
 // There is room, so the receiver has begun the lap that ends here.
 void ShmSender::beginLap(size_t bytesToCome) {
-  const bool isNear = ring_->areNear.load(std::memory_order_relaxed);
+  const bool isNear = ring_->areNear.load(std::memory_order_relaxed);  // a hint
   if (isNear && lap_ == kShortLap && bytesToCome >= kLargeBytes) {
     lap_ = kLongLap;
-    ring_->grownAt.store(head_, std::memory_order_relaxed);
+    ring_->grownAt.store(head_, std::memory_order_relaxed);  // released by publish()
   } else {
     offset_ = 0;
   }
@@ -122,8 +122,8 @@ ssize_t ShmSender::write(const Span* parts, int count) {
 }
 
 void ShmSender::publish() {
-  // Sequentially consistent, as is the receiver, which sets receiverAsleep and then checks head:
-  // one of the two sees the other's store.
+  // Releases the bytes, grownAt and the marks. Sequentially consistent, as is the receiver, which
+  // sets receiverAsleep and then checks head: one of the two sees the other's store.
   ring_->head.store(head_, std::memory_order_seq_cst);
   if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
 }
@@ -149,11 +149,12 @@ ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, RingSide side, Socket
   ring_->areNear.store(distance_.areNear(), std::memory_order_relaxed);
 }
 
+// Relaxed: read() acquires what it takes, and setAsleep() orders the last check before a sleep.
 bool ShmReceiver::maybeReadable() const {
   return hungUp_ || ring_->head.load(std::memory_order_relaxed) != tail_;
 }
 
-// Called when some bytes of the lap have been published.
+// Called when read() has acquired some bytes of the lap, and so grownAt.
 void ShmReceiver::beginLap() {
   if (lap_ == kShortLap && ring_->grownAt.load(std::memory_order_relaxed) == tail_) {
     lap_ = kLongLap;
@@ -183,6 +184,8 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
     bytes -= piece;
     available -= piece;
     total += static_cast<ssize_t>(piece);
+    // Releases the reads, before the sender writes there again; sequentially consistent as in
+    // publish(), against the sender's setAsleep().
     ring_->tail.store(tail_, std::memory_order_seq_cst);
     if (ring_->senderAsleep.load(std::memory_order_seq_cst)) bell_.ring();
   }
@@ -215,6 +218,8 @@ bool ShmReceiver::takeFd(Fd* fd) {
 
 void ShmReceiver::setAsleep(bool asleep) {
   ring_->receiverAsleep.store(asleep, std::memory_order_seq_cst);
+  // The next look at head (maybeReadable) is relaxed.
+  if (asleep) std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 }  // namespace mycoll

@@ -23,6 +23,8 @@
 
 #include "base/env.h"
 #include "base/fd.h"
+#include "base/os.h"
+#include "base/types.h"
 #include "transport/bell.h"
 #include "transport/link.h"
 #include "transport/shm/distance.h"
@@ -47,8 +49,8 @@ struct RingHeader {
 constexpr size_t kShortLap = 512 * 1024;
 constexpr size_t kLongLap = 1792 * 1024;
 // Whole pages, so that the rings share none.
-constexpr size_t kRingBytes = (sizeof(RingHeader) + kLongLap + 4095) / 4096 * 4096;
-constexpr size_t kRingSegmentBytes = 2 * kRingBytes;
+inline size_t ringBytes() { return roundUp(sizeof(RingHeader) + kLongLap, pageBytes()); }
+inline size_t ringSegmentBytes() { return 2 * ringBytes(); }
 
 // A side of the connection. The maker of the segment writes to its first ring.
 enum class RingSide { kMaker, kTaker };

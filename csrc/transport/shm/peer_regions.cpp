@@ -7,7 +7,7 @@
 namespace mycoll {
 
 Status PeerRegions::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
-  if (!fd.isOpen() || bytes <= SharedHeap::kHeadBytes) {
+  if (!fd.isOpen() || bytes <= SharedHeap::headBytes()) {
     return Status(Code::kNetwork, "the descriptor did not come");
   }
   std::shared_ptr<Segment> segment;

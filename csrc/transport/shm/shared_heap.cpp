@@ -57,7 +57,7 @@ SharedHeap::Regions::iterator SharedHeap::regionOf(const void* address) {
 }
 
 char* SharedHeap::addRegion(size_t bytes) {
-  const size_t whole = std::max(kRegionBytes, roundUp(bytes + kHeadBytes, kHugePage));
+  const size_t whole = std::max(kRegionBytes, roundUp(bytes + headBytes(), kHugePage));
   Region region;
   const Status made = Segment::create(whole, &region.segment, /*useHugePages=*/true);
   if (!made.ok()) {
@@ -88,7 +88,7 @@ void SharedHeap::drop(Regions::iterator at) {
   }
   headOf(*region.segment).isDropped.store(1, std::memory_order_release);
   // Other processes may have it mapped, and check its head only in their next call.
-  region.segment->discard(kHeadBytes, bytes - kHeadBytes);
+  region.segment->discard(headBytes(), bytes - headBytes());
   keptBytes_ -= bytes;
   byId_.erase(region.id);
   regions_.erase(at);
@@ -215,6 +215,9 @@ void SharedHeap::revoke(const SharedPlace& place) {
   const std::shared_ptr<Segment> segment = segmentOf(place.region);
   if (!segment) return;  // the region was dropped with all its blocks
   headOf(*segment).revocations.fetch_add(1, std::memory_order_seq_cst);
+  // The program writes to the memory after this. Pairs with the fence of the reader, which reads
+  // the count after the data (Mailbox::readShared).
+  std::atomic_thread_fence(std::memory_order_release);
 }
 
 std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {
@@ -225,7 +228,7 @@ std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {
 
 const char* SharedHeap::memoryAt(const Segment& region, uint64_t offset, uint64_t bytes) {
   const bool isInside =
-      offset >= kHeadBytes && offset <= region.bytes() && bytes <= region.bytes() - offset;
+      offset >= headBytes() && offset <= region.bytes() && bytes <= region.bytes() - offset;
   return isInside ? region.data() + offset : nullptr;
 }
 

@@ -32,6 +32,7 @@
 #include <utility>
 
 #include "base/mutex.h"
+#include "base/os.h"
 #include "base/types.h"
 #include "transport/shm/segment.h"
 
@@ -56,7 +57,8 @@ struct SharedPlace {
 
 class SharedHeap {
  public:
-  static constexpr size_t kHeadBytes = 4096;
+  // A whole page, as blocks are.
+  static size_t headBytes() { return pageBytes(); }
   // Blocks of more than half of this have a region of their own.
   static constexpr size_t kRegionBytes = 64 * 1024 * 1024;
   // Regions without blocks are kept, up to this many bytes together.
@@ -107,7 +109,7 @@ class SharedHeap {
     bool isInherited = false;  // of the process that this one was forked from
     bool isSpoiled = false;    // part of it is never used again
 
-    char* begin() const { return segment->data() + kHeadBytes; }
+    char* begin() const { return segment->data() + headBytes(); }
     char* end() const { return segment->data() + segment->bytes(); }
   };
   struct Block {

@@ -151,6 +151,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
         # Who edits mycoll also tests it: with what pytest needs beside the module.
         if self.editable_mode:
             choices += ["-DMYCOLL_TESTS=ON"]
+        (tree / "configured").unlink(missing_ok=True)  # ./dev configures its own choices again
         run([cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", *choices])
         build = [ninja, "-C", str(tree), "all" if self.editable_mode else "_C"]
         build += ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []

@@ -148,8 +148,12 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
             choices += [f"-DMYCOLL_PORTABLE={int(is_portable)}"]
         else:
             tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
+        # Who edits mycoll also tests it: with what pytest needs beside the module.
+        if self.editable_mode:
+            choices += ["-DMYCOLL_TESTS=ON"]
+        (tree / "configured").unlink(missing_ok=True)  # ./dev configures its own choices again
         run([cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", *choices])
-        build = [ninja, "-C", str(tree), "_C"]
+        build = [ninja, "-C", str(tree), "all" if self.editable_mode else "_C"]
         build += ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         announce(ninja, tree)
         run(build)

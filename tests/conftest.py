@@ -30,6 +30,18 @@ BUILD_HINT = (
 )
 
 
+def cpp_tests() -> Path | None:
+    """The C++ tests and stand-ins of the build whose mycoll is imported: ./dev and CMake put that
+    into TREE/site; an editable install takes it from setup.py's tree."""
+    spec = importlib.util.find_spec("mycoll")
+    tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+    trees = [Path(spec.origin).parents[2]] if spec and spec.origin else []
+    for tree in (*trees, TESTS.parent / "build" / tag):
+        if (tree / "tests/discover.cmake").exists():
+            return tree / "tests"
+    return None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mycoll")
     group.addoption(
@@ -68,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "transports(*names): those that a test runs over")
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
+    if "CPP_TEST_DIR" not in os.environ and (folder := cpp_tests()):
+        os.environ["CPP_TEST_DIR"] = str(folder)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PYTHON_PATHS + ([inherited] if inherited else []))
 

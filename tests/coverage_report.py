@@ -1,6 +1,11 @@
 """Which lines and functions of some folders of csrc/ ran, from what gcov counted in a build tree.
 
-python tests/coverage_report.py TREE csrc/nccl csrc/device      (./dev coverage)
+    cmake --preset coverage && cmake --build --preset coverage
+    PYTHONPATH=build/coverage/site pytest tests/test_cpp.py -k nccl
+    PYTHONPATH=build/coverage/site pytest tests/test_device_*.py
+    python tests/coverage_report.py build/coverage csrc/nccl csrc/device
+
+A later run adds to the counts, which are the files *.gcda in the tree.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("dev", "requirements-dev.txt"):
+    for name in ("dev", "requirements-dev.txt", "CMakePresets.json"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -44,8 +45,7 @@ def stand_in(checkout: Path, name: str, script: str) -> str:
 def test_verbs(checkout: Path) -> None:
     listed = dev(checkout)
     assert listed.returncode == 0
-    verbs = ("demo", "test", "gpu", "coverage", "lint", "sanitize", "bench", "build", "wheel")
-    for verb in (*verbs, "clean"):
+    for verb in ("demo", "test", "gpu", "lint", "sanitize", "bench", "build", "wheel"):
         assert f"\n  {verb} " in listed.stdout
     unknown = dev(checkout, "tset")
     assert unknown.returncode == 1 and "there is no verb 'tset'" in unknown.stderr
@@ -144,63 +144,87 @@ def sanitized(checkout: Path, *words: str, **programs: str) -> subprocess.Comple
     script = checkout / "dev"
     text = script.read_text().replace("\ncmake_build() {", "\ncmake_build() { :; }\nreal_build() {")
     script.write_text(text)
-    (checkout / "tests/cpp").mkdir(parents=True)
-    for name, body in programs.items():
-        (checkout / f"tests/cpp/{name}.cpp").write_text(f"TEST(Suite, {name}) {{\n}}\n")
-        for kind in ("thread", "address"):
-            program = checkout / f"build/sanitize-{kind}/tests/{name}"
-            program.parent.mkdir(parents=True, exist_ok=True)
+    suffix = "-short" if "--short" in words else ""
+    for kind in ("tsan", "asan"):
+        tree = checkout / f"build/{kind}{suffix}"
+        tree.mkdir(parents=True)
+        for name, body in programs.items():
             if body:
-                program.write_text(f'#!/bin/sh\necho {name} runs "$@"\n{body}\n')
-                program.chmod(0o755)
+                list_it = f'if [ "$1" = --list ]; then echo Suite.{name}; exit; fi'
+                (tree / name).write_text(f"#!/bin/sh\n{list_it}\n{body}\n")
+                (tree / name).chmod(0o755)
+        (tree / "CTestTestfile.cmake").write_text(f"""
+            set(folder "{tree}")
+            set(programs "{";".join(programs)}")
+            set(is_short "{"ON" if suffix else "OFF"}")
+            include("{ROOT}/tests/cpp/discover.cmake")
+            """)
     return dev(checkout, "sanitize", *words, "--python", sys.executable)
 
 
 def test_sanitize_runs_all_programs(checkout: Path) -> None:
     done = sanitized(checkout, a_test="exit 0", b_test="exit 0", c_test="exit 77")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a_test runs") == done.stderr.count("b_test runs") == 2
-    assert "c_test: all skipped" in done.stderr
+    assert done.returncode == 0, done.stdout
+    for name in ("a_test", "b_test"):
+        assert len(re.findall(rf"{name}\.Suite\.{name} .*Passed", done.stdout)) == 2
+    assert len(re.findall(r"c_test\.Suite\.c_test .*\*\*\*Skipped", done.stdout)) == 2
 
 
 def test_sanitize_runs_what_words_choose(checkout: Path) -> None:
     words = ["a_test", "Suite.b"]
     done = sanitized(checkout, *words, a_test="exit 0", b_test="exit 0", c_test="exit 1")
-    assert done.returncode == 0, done.stderr
-    runs = [line for line in done.stderr.splitlines() if " runs" in line]
-    assert sorted(runs) == 2 * ["a_test runs a_test"] + 2 * ["b_test runs Suite.b"]
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("100% tests passed out of 2") == 2
 
 
 @pytest.mark.parametrize(
     ("words", "programs", "told"),
     [
-        ([], {"a_test": "exit 0", "b_test": ""}, "b_test: FAILED"),
-        ([], {"a_test": "exit 77"}, "no test was run"),
+        ([], {"a_test": "exit 0", "b_test": ""}, "b_test.NOT_BUILT"),
+        ([], {"a_test": "exit 1"}, "a_test.Suite.a_test (Failed)"),
+        ([], {}, "No tests were found"),
         (["Suite", "NoSuch"], {"a_test": "exit 0"}, "no C++ test has 'NoSuch' in its name"),
-        (["--short"], {"a_test": "exit 0"}, "transport_test: FAILED"),
-        (["--short"], {"transport_test": "exit 77"}, "transport_test: all skipped"),
+        (["--short"], {"a_test": "exit 0"}, "No tests were found"),
+        (["--short"], {"transport_test": ""}, "transport_test.NOT_BUILT"),
+        (
+            ["--short"],
+            {"transport_test": "exit 77"},
+            "transport_test.Suite.transport_test (Failed)",
+        ),
     ],
-    ids=["not built", "all skipped", "no such test", "short, not built", "short, all skipped"],
+    ids=[
+        *("not built", "fails", "no tests", "no such test"),
+        *("short, no tests", "short, not built", "short, skipped"),
+    ],
 )
 def test_sanitize_never_runs_nothing(
     checkout: Path, words: list[str], programs: dict[str, str], told: str
 ) -> None:
     done = sanitized(checkout, *words, **programs)
-    assert done.returncode == 1 and told in done.stderr, done.stderr
+    assert done.returncode == 1 and told in done.stdout + done.stderr, done.stdout + done.stderr
 
 
-def test_words_of_the_short_sanitizer_stage_name_tests() -> None:
+@pytest.mark.parametrize("name", ["tsan-short", "asan-short"])
+def test_each_word_of_a_short_selection_chooses_a_test(name: str) -> None:
     """So that a renamed test is missed here, before the stage is built."""
-    lists = re.findall(r"^SHORT_\w+=\((.*?)\)$", (ROOT / "dev").read_text(), re.DOTALL | re.M)
-    assert len(lists) == 2
-    for each in lists:
-        for quoted, bare in re.findall(r'"(.*?)"|(\S+)', each):
-            program, *words = (quoted or bare).split()
-            source = (ROOT / f"tests/cpp/{program}.cpp").read_text()
-            names = [".".join(pair) for pair in re.findall(r"^TEST\((\w+), (\w+)\)", source, re.M)]
-            assert names
-            for word in words:
-                assert any(word in name for name in names), f"{program} has no test {word}"
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())
+    [built] = [each["targets"] for each in presets["buildPresets"] if each["name"] == name]
+    [run] = [each["filter"] for each in presets["testPresets"] if each["name"] == name]
+    tests = [
+        f"{source.stem}.{suite}.{test}"
+        for source in (ROOT / "tests/cpp").glob("*_test.cpp")
+        for suite, test in re.findall(r"^TEST\((\w+), (\w+)\)", source.read_text(), re.M)
+    ]
+    include = run["include"]["name"]
+    assert {test.partition(".")[0] for test in tests if re.search(include, test)} == set(built)
+    for alternative in re.split(r"\|(?=\^)", include):
+        before, words, after = re.fullmatch(
+            r"(\^.*?)\(?([\w|]+)\)?((?:_test\\\.)?)", alternative
+        ).groups()
+        for word in words.split("|"):
+            assert any(re.search(before + word + after, test) for test in tests), word
+    if "exclude" in run:
+        assert any(re.search(run["exclude"]["name"], test) for test in tests)
 
 
 def test_gpu_without_one(checkout: Path) -> None:

@@ -522,10 +522,11 @@ def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
 
 
 def sources(root: Path) -> set[str]:
-    """What a build reads: of the package, and of the engine and its tests."""
-    files = [root / "CMakeLists.txt", root / "setup.py", root / "pyproject.toml"]
+    """What builds and tests mycoll: the files of a checkout, less what builds leave."""
+    names = ("CMakeLists.txt", "CMakePresets.json", "dev", "pyproject.toml", "setup.py")
+    files = [*(root / name for name in names), *root.glob("requirements-*.txt")]
     files += [*root.glob("python/mycoll/**/*.py"), *root.glob("python/mycoll/*.pyi")]
-    for folder in ("csrc", "tests/cpp", "tests/standins"):
+    for folder in (".ci", "benchmarks", "csrc", "docs", "examples", "tests"):
         files += [file for file in (root / folder).rglob("*") if file.is_file()]
     return {str(file.relative_to(root)) for file in files if file.suffix != ".pyc"}
 

@@ -1,7 +1,8 @@
 // Runs the tests linked into this executable.
 //   x_test                 all of them
 //   x_test ring Mesh.dies  those whose "Suite.name" contains one of the words
-//   x_test --list
+//   x_test --list          their names, one a line
+//   x_test --only A.b      the one with this name: for ctest
 // Exit code: 0 if none failed, 1 if one did, 77 if all were skipped, 2 if a word chooses none.
 #include <dirent.h>
 
@@ -106,7 +107,11 @@ int main(int argc, char** argv) {
     for (const test::Case& each : test::registry()) std::puts(each.name.c_str());
     return 0;
   }
-  const std::vector<std::string> words(argv + 1, argv + argc);
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.size() == 2 && words[0] == "--only") {
+    std::erase_if(test::registry(), [&](const test::Case& each) { return each.name != words[1]; });
+    words.erase(words.begin());
+  }
   if (!test::checkWords(words)) return test::kBadUse;
   int passed = 0, failed = 0, skippedCount = 0;
   for (const test::Case& each : test::registry()) {

@@ -176,6 +176,7 @@ TEST(Recorder, aClosedGroupWritesNothing) {
 }
 
 TEST(Recorder, aJobIsWhatBeginsAlone) {
+  GroupRecord({"before", 0xA0, 1, 2, {}}).close();
   EXPECT(BlackBox::process().rank() >= 0);
   auto world = std::make_unique<GroupRecord>(GroupIdentity{"world", 0xA1, 2, 4, {}});
   EXPECT_EQ(BlackBox::process().job(), toContext(0xA1));

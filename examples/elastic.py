@@ -2,9 +2,9 @@
 
 python examples/elastic.py
 
-The program starts four processes that train with DistributedDataParallel. After a while it kills two
-of them, the one with rank 0 among them, and starts another one. The others repeat the step in which
-they lost a rank, from the parameters that they have.
+The program starts four processes that train with DistributedDataParallel. After a while it kills
+two of them, rank 0 among them, and starts another one. The others repeat the step in which they
+lost a rank, from the parameters that they have.
 """
 
 import os

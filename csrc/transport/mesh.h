@@ -47,8 +47,8 @@ class Mesh {
   // Returns true if anything moved. *inHost is set to true if it moved between processes of this
   // host, which wait for it at this moment.
   bool progress(bool* inHost = nullptr);
-  // As progress(), and also looks for events that progress() checks rarely while this process has no
-  // sockets: new connections, and processes that have ended.
+  // As progress(), and also checks for new connections and for processes that have ended, which
+  // progress() does rarely while this process has no sockets.
   void progressAndPoll();
   // True while something is queued, posted or being connected.
   bool hasPending() const { return local_.pending.load(std::memory_order_relaxed) > 0; }

@@ -216,7 +216,7 @@ void SharedHeap::revoke(const SharedPlace& place) {
   if (!segment) return;  // the region was dropped with all its blocks
   headOf(*segment).revocations.fetch_add(1, std::memory_order_seq_cst);
   // The program writes to the memory after this. Pairs with the fence of the reader, which reads
-  // the count after the data (Mailbox::readShared).
+  // the count after the data (SharedReads::read).
   std::atomic_thread_fence(std::memory_order_release);
 }
 

@@ -1,9 +1,10 @@
 """How fast a group goes on after a death, and how fast a process joins it.
 
-    python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20] [--no-store]
+    python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20]
+                                 [--no-store]
 
-The ranks are processes of this host. Each event kills one random rank, lets the survivors continue,
-and then lets a process join that has imported torch before.
+The ranks are processes of this host. Each event kills one random rank, lets the survivors
+continue, and then lets a process join that has imported torch before.
 mycoll, gloo: torch's interface (enable_reconfigure), which needs torch 2.14 or newer. This process
 sends the ranks the handles of the next group, as a scheduler would.
 group: mycoll.ElasticGroup, whose ranks agree on the next group by themselves.

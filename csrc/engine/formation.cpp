@@ -30,6 +30,8 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr auto kTick = Milliseconds(50);
 // Time for a rank that is gone to come again, and for rank 0 to report the missing ranks.
 constexpr auto kAgain = Milliseconds(1000);
+// Time for a rank that is in no round to receive rank 0's error, except at the deadline.
+constexpr auto kNotify = Milliseconds(3000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
 constexpr auto kPartial = Milliseconds(100);
 // ... and one without the ranks that have gone when no other rank has come or gone for this time.
@@ -184,7 +186,9 @@ Status Forming::run(GroupAddress* result) {
     flush(kAgain);
     return round_->result(result);
   }
-  flush(status.code() == Code::kInterrupted ? kTick : kAgain);
+  flush(status.code() == Code::kInterrupted ? kTick
+        : status.code() == Code::kTimeout   ? kAgain
+                                            : kNotify);
   if (round_) round_->leave();
   return status;
 }

@@ -122,7 +122,7 @@ void Mesh::handleEvents() {
 
 void Mesh::onReady(const epoll_event* events, int count) {
   bool moved;
-  std::vector<Transfer*> finished;
+  Transfer* finished;
   {
     IoLock lock(io_);
     moved = turn([&]() REQUIRES(ioRole) {
@@ -130,10 +130,22 @@ void Mesh::onReady(const epoll_event* events, int count) {
       goOnWithHandshakes();
       return moveBytes();
     });
-    finished.swap(delivered_);
+    finished = takeDelivered();
   }
-  for (Transfer* request : finished) request->deliver();
-  if (moved || !finished.empty()) local_.sleeper.wakeSleepers();
+  deliver(finished);
+  if (moved || finished) local_.sleeper.wakeSleepers();
+}
+
+Transfer* Mesh::takeDelivered() {
+  lastDelivered_ = &delivered_;
+  return std::exchange(delivered_, nullptr);
+}
+
+void Mesh::deliver(Transfer* first) NO_THREAD_SAFETY_ANALYSIS {
+  while (first) {
+    Transfer* const request = std::exchange(first, first->next_);  // it may end its own life
+    request->deliver();
+  }
 }
 
 void Mesh::onEvent(const epoll_event& event) {
@@ -160,17 +172,17 @@ void Mesh::pollEvents() {
 
 bool Mesh::progress(bool* inHost) {
   bool moved, hasRung;
-  std::vector<Transfer*> finished;
+  Transfer* finished;
   {
     if (!io_.try_lock()) return false;
     IoLock lock(io_, std::adopt_lock);
     moved = turn([&]() REQUIRES(ioRole) { return lookAndMove(inHost); });
     hasRung = std::exchange(hasRung_, false);
-    finished.swap(delivered_);
+    finished = takeDelivered();
   }
-  for (Transfer* request : finished) request->deliver();
+  deliver(finished);
   // The bell may be meant for a thread that waits for a flag in shared memory.
-  if (moved || hasRung || !finished.empty()) local_.sleeper.wakeSleepers();
+  if (moved || hasRung || finished) local_.sleeper.wakeSleepers();
   return moved;
 }
 

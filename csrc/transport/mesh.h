@@ -81,7 +81,12 @@ class Mesh {
     local_.raise(mailbox, std::move(event));
   }
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
-  void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
+  // Delivers the request after this turn. Does not allocate: a request must end in any case.
+  void finishDelivered(Transfer* request) REQUIRES(ioRole) {
+    request->next_ = nullptr;
+    *lastDelivered_ = request;
+    lastDelivered_ = &request->next_;
+  }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // Sends it on the existing connection, or on the next one that is made; makes none itself.
   void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole);
@@ -113,6 +118,9 @@ class Mesh {
   void loseEnding() REQUIRES(ioRole);
   void lose(Connection& connection) REQUIRES(ioRole);
   void raiseLost(const PeerLost& lost) REQUIRES(ioRole);  // for all groups
+  Transfer* takeDelivered() REQUIRES(ioRole);
+  // Delivers the requests of such a list, which no other thread knows.
+  static void deliver(Transfer* first);
 
   Local local_;
   IoMutex io_;
@@ -125,7 +133,9 @@ class Mesh {
   // frames of the latest groups are kept; Connection answers for the other groups.
   std::unordered_map<std::string, std::list<std::vector<OutItem>>> unconnected_ GUARDED_BY(ioRole);
   SharedReads sharedReads_ GUARDED_BY(ioRole);
-  std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
+  // Requests that have ended and are to be delivered: a list by Transfer::next_, and its end.
+  Transfer* delivered_ GUARDED_BY(ioRole) = nullptr;
+  Transfer** lastDelivered_ GUARDED_BY(ioRole) = &delivered_;
   std::atomic<int64_t> processesChecked_{0};   // when, in ms of the steady clock
   bool hasRunOut_ GUARDED_BY(ioRole) = false;  // of memory, and the groups were not notified yet
   bool hasRung_ GUARDED_BY(ioRole) = false;    // the bell was drained, and no thread woken yet

@@ -1,4 +1,4 @@
-"""How fast a group goes on after a death, and how fast a process joins it.
+"""How fast a group continues after a death, and how fast a process joins it.
 
     python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20]
                                  [--no-store]
@@ -38,7 +38,7 @@ def serve(pipe: Connection) -> None:
 
 
 def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
-    """A rank: goes on with the handles that it is sent, and sums until a rank is lost."""
+    """A rank: continues with the handles that it receives, and sums until a rank is lost."""
     import torch
     import torch.distributed as dist
 

@@ -285,7 +285,7 @@ void registerArgumentError(py::module_& module) {
 
 template <typename T>
 void defineWindowOptions(py::module_& module, const char* name) {
-  py::class_<T>(module, name, "What may be chosen for one call on a window.")
+  py::class_<T>(module, name, "The options of one call on a window.")
       .def(py::init<>())
       .def_readwrite("timeout", &T::timeout, "How long it may take; negative: as the group says.")
       .def_readwrite("hints", &T::hints, "For other backends.");
@@ -307,7 +307,7 @@ void defineWindowTypes(py::module_& module) {
                                       "Whether a rank's memory is read and written in its place.")
       .value("UNIFIED", mycoll::WindowAccessType::UNIFIED)
       .value("SEPARATE", mycoll::WindowAccessType::SEPARATE);
-  py::class_<mycoll::WindowAttr>(module, "WindowAttr", "What is known of a rank's memory.")
+  py::class_<mycoll::WindowAttr>(module, "WindowAttr", "The properties of a rank's memory.")
       .def_readonly("access_type", &mycoll::WindowAttr::access_type);
 #endif
 }
@@ -334,7 +334,7 @@ void defineWindow(py::module_& module) {
            "The tensor that a rank of this host has registered, where it lies.")
       .def("signal", &MycollWindow::signal, py::arg("peer_rank"), py::arg("async_op"),
            py::arg("opts") = mycoll::SignalOptions(), NoGil(),
-           "Tells a rank that what was put into its window before is there.")
+           "Signals a rank that everything put into its window before has arrived.")
       .def("wait_signal", &MycollWindow::wait_signal, py::arg("peer_rank"), py::arg("async_op"),
            py::arg("opts") = mycoll::WaitSignalOptions(), NoGil(),
            "Waits for one signal of a rank.")

@@ -240,7 +240,7 @@ void Engine::Progress::work() {
       if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
           waitForWork(seen);
-          mesh->progressAndPoll();
+          mesh->progress(nullptr, /*polls=*/true);
         } else {
           mesh->sleeper().idle(generation, Deadline::after(kHousekeeping));
           mesh->checkProcesses();

@@ -170,13 +170,13 @@ void Mesh::pollEvents() {
   for (int i = 0; i < count; ++i) onEvent(events[i]);
 }
 
-bool Mesh::progress(bool* inHost) {
+bool Mesh::progress(bool* inHost, bool polls) {
   bool moved, hasRung;
   Transfer* finished;
   {
     if (!io_.try_lock()) return false;
     IoLock lock(io_, std::adopt_lock);
-    moved = turn([&]() REQUIRES(ioRole) { return lookAndMove(inHost); });
+    moved = turn([&]() REQUIRES(ioRole) { return lookAndMove(inHost, polls); });
     hasRung = std::exchange(hasRung_, false);
     finished = takeDelivered();
   }
@@ -186,18 +186,7 @@ bool Mesh::progress(bool* inHost) {
   return moved;
 }
 
-void Mesh::progressAndPoll() {
-  if (io_.try_lock()) {
-    IoLock lock(io_, std::adopt_lock);
-    turn([&]() REQUIRES(ioRole) {
-      pollEvents();
-      return true;
-    });
-  }
-  progress();
-}
-
-bool Mesh::lookAndMove(bool* inHost) {
+bool Mesh::lookAndMove(bool* inHost, bool polls) {
   // Rings are polled in memory. A few sockets are read one by one, which saves a system call per
   // arrival. Many are polled with epoll, which is also polled now and then for events such as
   // hang-ups.
@@ -207,7 +196,7 @@ bool Mesh::lookAndMove(bool* inHost) {
   }
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
   const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
-  if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
+  if (polls || shakesHands || ++pollCount_ % rarity == 0) pollEvents();
   if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
   return moveBytes(inHost);
 }

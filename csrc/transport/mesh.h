@@ -45,11 +45,9 @@ class Mesh {
 
   // One turn: moves what can be moved without blocking, then passes the groups their events.
   // Returns true if anything moved. *inHost is set to true if it moved between processes of this
-  // host, which wait for it at this moment.
-  bool progress(bool* inHost = nullptr);
-  // As progress(), and also checks for new connections and for processes that have ended, which
-  // progress() does rarely while this process has no sockets.
-  void progressAndPoll();
+  // host, which wait for it at this moment. polls: also checks for new connections and for
+  // processes that have ended, which is otherwise done rarely while this process has no sockets.
+  bool progress(bool* inHost = nullptr, bool polls = false);
   // True while something is queued, posted or being connected.
   bool hasPending() const { return local_.pending.load(std::memory_order_relaxed) > 0; }
   // Called before and after sleep(): while a thread is asleep, peers ring.
@@ -99,7 +97,7 @@ class Mesh {
   // Called by a thread that waits in the sleeper.
   void onReady(const epoll_event* events, int count);
   void handleEvents() REQUIRES(ioRole);
-  bool lookAndMove(bool* inHost) REQUIRES(ioRole);
+  bool lookAndMove(bool* inHost, bool polls) REQUIRES(ioRole);
   // Calls work(), and passes the groups their events. If memory runs out, all groups fail.
   template <class Work>
   bool turn(const Work& work) REQUIRES(ioRole);

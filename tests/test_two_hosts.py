@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -221,8 +220,8 @@ def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
         crew.settle()
         ip("-n", hosts[0], "link", "set", "veth0", "down")
         crew.settle(without=others)
-        for each in others:  # the first one to fail ends, and the other one notices
-            assert re.search(r"[12] of at least 3 processes are there", crew.error(each))
+        for each in others:  # either may lead, and either may fail first
+            assert "at least 3 processes" in crew.error(each)
         ip("-n", hosts[0], "link", "set", "veth0", "up")
         crew.kill(others)
         crew.start(2, through=[1], **env[1])

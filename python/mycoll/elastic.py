@@ -322,7 +322,7 @@ class ElasticGroup:
         if leader == self.handle:
             what = f"{present} of at least {needed} processes are there"
         else:
-            what = "the rank that makes the next group does not include this process"
+            what = f"the leader has not made a group, which needs at least {needed} processes"
         losses = filter(None, map(self._native.loss_of, self._members))
         return "; ".join(
             [f"elastic group: timeout after {seconds:g} s: {what}", *losses, *self._why]

@@ -87,6 +87,7 @@ class MycollBackend final : public c10d::Backend {
 
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return generations_.communicator()->transport(); }
+  std::string encryption() const { return generations_.communicator()->encryption(); }
   // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
   // Memory that NCCL may use without copies: see DeviceSupport.

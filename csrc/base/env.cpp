@@ -220,9 +220,10 @@ const std::vector<Variable>& variables() {
        "The address by which ranks on other hosts reach this process, behind NAT or in a "
        "container. "
        "Unset: the interface's own."},
-      {"MYCOLL_CHECKSUM", "0", flag(&Env::checksum),
-       "1: every message between ranks carries a CRC-32C, and data that arrives damaged raises an "
-       "error."},
+      {"MYCOLL_ENCRYPT", "0", flag(&Env::encrypt),
+       "1: all that ranks on different hosts send each other is encrypted and authenticated, by "
+       "TLS "
+       "1.3 with a key made of MYCOLL_SECRET_FILE. Must be the same on all ranks."},
       {"MYCOLL_CPU", "engine", choice(&Env::cpu, {"engine", "gloo"}),
        "What carries CPU tensors: mycoll's engine, or torch's gloo (to compare, or to rule mycoll "
        "out)."},
@@ -347,6 +348,15 @@ std::unique_ptr<const Reading> readEnvironment() {
       env->traceFile += *letter == '%' ? "%%" : std::string(1, *letter);
     }
     env->traceFile += "%r";
+  }
+  const auto text = [](const char* name) {
+    const char* value = valueOf(name);
+    return std::string(value ? value : "");
+  };
+  if (text("MYCOLL_REPLACE") == "gloo" && text("GLOO_DEVICE_TRANSPORT") == "TCP_TLS") {
+    const std::string prefix = "GLOO_DEVICE_TRANSPORT_TCP_TLS_";
+    env->tlsFiles = {text((prefix + "PKEY").c_str()), text((prefix + "CERT").c_str()),
+                     text((prefix + "CA_FILE").c_str()), text((prefix + "CA_PATH").c_str()), true};
   }
   const char* const agent = valueOf("TORCHELASTIC_USE_AGENT_STORE");
   env->isStoreOfAgent = agent && std::string_view(agent) == "True";

@@ -57,6 +57,15 @@ struct AdvertisedAddress {
   int port = 0;
 };
 
+// The certificate of this process and what authorities it trusts, in PEM.
+struct TlsFiles {
+  std::string key;
+  std::string certificate;
+  std::string authorities;        // a file
+  std::string authoritiesFolder;  // or a folder
+  bool isWanted = false;          // encryption, with these files
+};
+
 // The table documents each field and has the defaults.
 struct Env {
   TransportChoice transport{};
@@ -64,7 +73,8 @@ struct Env {
   PortRange ports;
   int flows = 0;
   AdvertisedAddress advertised;
-  bool checksum = false;
+  bool encrypt = false;
+  TlsFiles tlsFiles;  // gloo's, in gloo's place
   CpuBackend cpu{};
   CudaPath cuda{};
   bool cudaBlockingWait = false;
@@ -85,6 +95,9 @@ struct Env {
   std::string ncclLibrary;  // empty: found by itself
   // torch's TORCHELASTIC_USE_AGENT_STORE: torchrun hosts the rendezvous store, not rank 0.
   bool isStoreOfAgent = false;
+
+  // Whether sockets between hosts are encrypted.
+  bool encrypts() const { return encrypt || tlsFiles.isWanted; }
 
   // The variables of the process, with defaults in place of invalid values.
   static const Env& process();

@@ -468,6 +468,8 @@ PYBIND11_MODULE(_C, module) {
           "The options in force.")
       .def("transport", &MycollBackend::transport, py::call_guard<py::gil_scoped_release>(),
            "How this rank reaches the others: 'shm', 'tcp', 'shm+tcp' or 'self'.")
+      .def("encryption", &MycollBackend::encryption, py::call_guard<py::gil_scoped_release>(),
+           "How bytes between hosts are encrypted: 'TLS 1.3 PSK, AES-128-GCM'; '' if they are not.")
       .def("device_transport", &MycollBackend::deviceTransport,
            py::call_guard<py::gil_scoped_release>(),
            "How tensors on devices travel: 'nccl' or 'host'; '' while that is not decided.")

@@ -9,8 +9,8 @@
 #include <set>
 
 #include "backend/errors.h"
-#include "base/crc32c.h"
 #include "base/env.h"
+#include "base/hash.h"
 #include "base/mutex.h"
 #include "base/text.h"
 #include "base/topology.h"
@@ -96,7 +96,7 @@ PathChoice::Report PathChoice::report(c10::Device device) {
     report.version = library->version();
     report.capability = static_cast<uint8_t>(nccl::Cudart::get().capability(device.index()));
     const std::string kernel = kernelIdentity();
-    report.kernel = crc32c(kernel.data(), kernel.size());
+    report.kernel = static_cast<uint32_t>(fnv1a(kernel));
     put(report.gpu, gpuOf(device, *library));
   } else {
     put(report.reason, status.message());
@@ -134,6 +134,10 @@ Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vect
                "), which NCCL refuses; give every rank one of its own, by "
                "torch.cuda.set_device(local_rank)";
     }
+  }
+  const auto isElsewhere = [&](const Report& each) { return each.kernel != first.kernel; };
+  if (Env::process().encrypts() && std::any_of(reports.begin(), reports.end(), isElsewhere)) {
+    reason = "NCCL does not encrypt what it sends between hosts, as MYCOLL_ENCRYPT=1 asks for";
   }
   if (reason.empty()) return Status();
   return Status(choice == CudaPath::kNccl ? Code::kInvalidArgument : Code::kUnsupported, reason);

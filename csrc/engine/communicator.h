@@ -136,6 +136,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   void setTimeout(Milliseconds timeout) { timeout_.store(timeout.count()); }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const { return runner_.transport(); }
+  // "TLS 1.3 PSK, AES-128-GCM"; empty if nothing is encrypted.
+  std::string encryption() const { return runner_.encryption(); }
   Arena* arena() const { return runner_.arena(); }  // see Runner
   // "rank 0 (node1:4712)": for messages.
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }

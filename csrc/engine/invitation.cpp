@@ -1,13 +1,11 @@
 #include "engine/invitation.h"
 
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
-#include "base/env.h"
 #include "base/sanitize.h"
 #include "base/sha256.h"
+#include "transport/handshake.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -40,23 +38,6 @@ Status addressOf(const std::string& nonce, int rank, const PeerAddress& sender,
 }
 
 }  // namespace
-
-Status secretOf(const std::string& text, std::string* secret) {
-  MYCOLL_RETURN_IF_ERROR(Env::check());
-  const std::string& path = Env::process().secretFile;
-  if (path.empty()) {
-    *secret = asText(sha256(text));
-    return Status();
-  }
-  std::ifstream file(path, std::ios::binary);
-  const std::string key((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (key.size() < 16) {
-    return Status(Code::kInvalidArgument,
-                  "MYCOLL_SECRET_FILE: '" + path + "' cannot be read, or is shorter than 16 bytes");
-  }
-  *secret = asText(hmacSha256(key, text));
-  return Status();
-}
 
 void setContext(GroupAddress* address) {
   const Digest digest = hmacSha256(address->secret, "mycoll context " + address->name);

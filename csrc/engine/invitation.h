@@ -27,10 +27,6 @@
 
 namespace mycoll {
 
-// The secret that every rank of a job can make of this text: with MYCOLL_SECRET_FILE, only those
-// that have the file can. Fails if that file cannot be used.
-Status secretOf(const std::string& text, std::string* secret);
-
 // Sets the group's number, which is made of its secret and its name. It does not reveal the secret.
 void setContext(GroupAddress* address);
 

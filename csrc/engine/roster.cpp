@@ -61,7 +61,10 @@ std::string Handle::settingsHere() {
   const Env& env = Env::process();
   return "mycoll " + std::string(version()) + "/" + std::to_string(kProtocolVersion) +
          (env.partials == Partials::kWide ? "" : " MYCOLL_PARTIALS=rounded") +
-         (env.sumBlock == 1 ? "" : " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock));
+         (env.sumBlock == 1 ? "" : " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock)) +
+         (env.tlsFiles.isWanted ? " GLOO_DEVICE_TRANSPORT=TCP_TLS"
+          : env.encrypt         ? " MYCOLL_ENCRYPT=1"
+                                : "");
 }
 
 std::string Handle::encode() const {

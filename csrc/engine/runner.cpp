@@ -156,10 +156,15 @@ Task Runner::shareWithHost(const Signature& first) {
 Task Runner::prepare(const Signature& first) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(first));
   isPrepared_ = true;
-  record_.setTransport(transport());
+  record_.setTransport(transport() + (encryption().empty() ? "" : ", encrypted: " + encryption()));
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),
                   options_.ranks, transport().c_str());
   co_return Status();
+}
+
+std::string Runner::encryption() const {
+  const std::shared_ptr<const Tls>& tls = mailbox_.mesh().options().tls;
+  return tls && transport().find("tcp") != std::string::npos ? tls->describe() : "";
 }
 
 std::string Runner::transport() const {

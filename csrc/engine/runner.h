@@ -1,7 +1,7 @@
 // Runner: executes a group's collectives, one after the other: in the arena if all ranks share a
 // host, else by plans. The first collective decides which of the two.
 //
-// Thread contract: transport(), arena() and the counts [any thread]; all else is called by the
+// Thread contract: transport(), encryption(), arena() and the counts [any thread]; all else is called by the
 // thread that holds the queue's run lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to; tasks do not outlive it.
 #pragma once
@@ -41,6 +41,8 @@ class Runner final : public CollectiveRunner {
   uint64_t current() const { return begun() > 0 ? begun() - 1 : 0; }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const;
+  // "TLS 1.3 PSK, AES-128-GCM"; empty if nothing is encrypted.
+  std::string encryption() const;
   // The memory shared with ranks of this host, once there is some. A thread that sleeps until its
   // contents change must call its setAsleep().
   Arena* arena() const { return sharedArena_.load(std::memory_order_acquire); }

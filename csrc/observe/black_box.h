@@ -113,7 +113,7 @@ struct GroupState {
   std::atomic<uint32_t> isPart;
   // Each written once.
   char name[kNameBytes];
-  char transport[16];
+  char transport[64];
   char description[kNameBytes];
   char failure[kFailureBytes];
 };

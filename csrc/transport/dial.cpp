@@ -246,11 +246,24 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   const Deadline never = Deadline::never();
   if (isShm) (void)local_.sleeper.watch(fd);
   hasProved_ = false;
+  std::shared_ptr<TlsSocket> tls;
+  if (local_.options.tls && !isShm) {
+    tls = std::make_shared<TlsSocket>(local_.options.tls, fd, /*isConnector=*/true);
+    TlsOpened opened(*tls, never);
+    co_await opened;
+    if (opened.hasFailed() && tls->failure().empty()) co_return hungUp(isShm);
+    if (opened.hasFailed()) {
+      isDistrusted_ = true;
+      co_return Status(Code::kNetwork,
+                       "has another secret, or does not encrypt (" + tls->failure() + ")");
+    }
+  }
+  const HandshakeSocket stream{fd, tls.get()};
   hello_.isShm = isShm;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello_.nonce, sizeof(hello_.nonce)));
-  if (!sendWhole(fd, &hello_, sizeof(hello_))) co_return hungUp(isShm);
+  if (!sendWhole(stream, &hello_, sizeof(hello_))) co_return hungUp(isShm);
   Challenge challenge;
-  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), never);
+  ReadExactly readChallenge(stream, &challenge, sizeof(challenge), never);
   co_await readChallenge;
   if (readChallenge.hasFailed()) co_return hungUp(isShm);
   if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
@@ -275,18 +288,19 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
       co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
     }
     rings->closeFd();
-  } else if (!sendWhole(fd, &proof, sizeof(proof))) {
+  } else if (!sendWhole(stream, &proof, sizeof(proof))) {
     co_return hungUp(isShm);
   }
   Verdict verdict;
-  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), never);
+  ReadExactly readVerdict(stream, &verdict, sizeof(verdict), never);
   co_await readVerdict;
   if (readVerdict.hasFailed()) co_return hungUp(isShm);
   if (verdict.outcome == Outcome::kAskAgain) co_return notNow(verdict.outcome);
   if (verdict.outcome != Outcome::kAccepted) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
-  link_ = local_.makeLink(peer_, std::move(socket), std::move(rings), RingSide::kMaker);
+  link_ =
+      local_.makeLink(peer_, std::move(socket), std::move(rings), RingSide::kMaker, std::move(tls));
   link_.id = idOf(proof);
   co_return Status();
 }

@@ -169,8 +169,24 @@ Task Doorkeeper::answer(Visitor* visitor) {
   const int fd = visitor->socket.get();
   Deadline deadline = visitor->deadline;
   const Status refused(Code::kNetwork, "refused");
+  std::shared_ptr<TlsSocket> tls;
+  if (local_.options.tls && !visitor->isUnix) {
+    tls = std::make_shared<TlsSocket>(local_.options.tls, fd, /*isConnector=*/false);
+    TlsOpened opened(*tls, deadline);
+    co_await opened;
+    if (opened.hasFailed()) {
+      if (!tls->failure().empty()) {
+        MYCOLL_LOG_WARN(
+            "refused a connection: the peer has another secret, or does not encrypt (%s)",
+            tls->failure().c_str());
+      }
+      co_return refused;
+    }
+    visitor->namesUs = true;  // it knows the key of the job
+  }
+  const HandshakeSocket stream{fd, tls.get()};
   Hello hello;
-  ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
+  ReadExactly readHello(stream, &hello, sizeof(hello), deadline);
   co_await readHello;
   if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
       hello.version != kProtocolVersion || (hello.isShm && hello.joins) ||
@@ -190,7 +206,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     Challenge answer{};
     answer.outcome =
         isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
-    (void)sendWhole(fd, &answer, sizeof(answer));
+    (void)sendWhole(stream, &answer, sizeof(answer));
     co_return refused;
   }
   deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
@@ -206,10 +222,10 @@ Task Doorkeeper::answer(Visitor* visitor) {
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
   challenge.mac = acceptorProof(secret, hello, challenge.nonce);
-  if (!sendWhole(fd, &challenge, sizeof(challenge))) co_return refused;
+  if (!sendWhole(stream, &challenge, sizeof(challenge))) co_return refused;
   Proof proof;
   Fd memory;
-  ReadExactly readProof(fd, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
+  ReadExactly readProof(stream, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
   co_await readProof;
   if (readProof.hasFailed()) co_return refused;
   Digest expected = connectorProof(secret, hello, challenge.nonce, proof.cookie);
@@ -229,11 +245,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
                                       proof.cookie, sizeof(proof.cookie)) == 0;
     if (!isMapped) verdict.outcome = Outcome::kRefused;
   }
-  if (!sendWhole(fd, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
+  if (!sendWhole(stream, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
     co_return refused;
   }
   Link& link = visitor->entrant.link;
-  link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker);
+  link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker,
+                         std::move(tls));
   link.id = idOf(proof);
   co_return Status();
 }

@@ -34,17 +34,12 @@
 // except for pieces of payloads (kData, kMore). These name their place in the message and are sent
 // on any socket. A reader delays a piece until it has read the kEager frame of its message, and a
 // kGoodbye until it has read all pieces sent before it.
-//
-// Frames may be checked (MYCOLL_CHECKSUM; the sender decides). A checked frame has another magic
-// number, and holds the CRC-32C of its header, verified before any other field is used, and that of
-// its payload, verified before the message is reported as received.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "base/call.h"
-#include "base/crc32c.h"
 
 namespace mycoll {
 
@@ -96,8 +91,7 @@ inline bool agree(MessageClass messageClass, const Signature& mine, const Signat
 }
 
 struct FrameHeader {
-  static constexpr uint32_t kMagic = 0x4c59434d;         // "MCYL"
-  static constexpr uint32_t kCheckedMagic = 0x6c79636d;  // "mcyl"
+  static constexpr uint32_t kMagic = 0x4c59434d;  // "MCYL"
 
   uint32_t magic = kMagic;
   FrameKind kind = FrameKind::kEager;
@@ -120,10 +114,7 @@ struct FrameHeader {
     // on. kGoodbye: the number of pieces sent by other sockets than the first.
     uint64_t number;
   };
-  uint32_t payloadCheck = 0;  // checked frames only
-  uint32_t headerCheck = 0;   // of all fields before it
 
-  bool isChecked() const { return magic == kCheckedMagic; }
   bool isOfCollective() const { return messageClass == MessageClass::kCollective; }
   // The number of the collective; only if isOfCollective().
   uint64_t collective() const { return tag >> kStepBits; }
@@ -132,9 +123,8 @@ struct FrameHeader {
   bool isBeginning() const {
     return kind == FrameKind::kEager && payloadBytes == 0 && messageBytes > 0;
   }
-  uint32_t check() const { return crc32c(this, offsetof(FrameHeader, headerCheck)); }
 };
-static_assert(sizeof(FrameHeader) == 96);
+static_assert(sizeof(FrameHeader) == 88);
 
 // The largest valid payload of a control frame.
 constexpr uint64_t kMaxControlBytes = 16 * 1024;

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "base/crc32c.h"
 #include "kernels/copy.h"
 #include "transport/connection.h"
 #include "transport/mailbox.h"
@@ -122,18 +121,11 @@ bool FrameReceiver::drain(Lane& lane, size_t turnBytes) {
       if (got < 0) end(lane, LossReason::kClosedInMessage);
       if (got <= 0) return moved;
       moved = true;
-      if (header.isChecked()) {
-        lane.payloadCheck = crc32c(into, static_cast<size_t>(got), lane.payloadCheck);
-      }
       lane.payloadGot += static_cast<size_t>(got);
       movedBytes += static_cast<size_t>(got);
       if (lane.payloadGot < header.payloadBytes) continue;
     }
     lane.headerGot = 0;
-    if (header.isChecked() && header.payloadCheck != lane.payloadCheck) {
-      connection_.breakOff({LossReason::kChanged, ""});
-      return moved;
-    }
     endFrame(lane);
   }
   return moved;
@@ -151,11 +143,7 @@ bool FrameReceiver::readHeader(Lane& lane, bool* moved) {
     lane.headerGot += static_cast<size_t>(got);
   }
   lane.payloadGot = 0;
-  lane.payloadCheck = 0;
   lane.isBegun = false;
-  if (header.isChecked() && header.headerCheck != header.check()) {
-    return connection_.breakOff({LossReason::kChanged, ""}), false;
-  }
   if (!isSound(lane)) return connection_.breakOff({LossReason::kNotAFrame, ""}), false;
   return true;
 }
@@ -169,8 +157,7 @@ void FrameReceiver::end(Lane& lane, LossReason reason) {
 
 bool FrameReceiver::isSound(const Lane& lane) const {
   const FrameHeader& header = lane.header;
-  if ((header.magic != FrameHeader::kMagic && !header.isChecked()) ||
-      header.payloadBytes > mostPayload(header.kind)) {
+  if (header.magic != FrameHeader::kMagic || header.payloadBytes > mostPayload(header.kind)) {
     return false;
   }
   if (header.hasDescriptor && header.kind != FrameKind::kEager &&

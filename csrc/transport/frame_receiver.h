@@ -68,8 +68,7 @@ class FrameReceiver {
     FrameHeader header;
     size_t headerGot = 0;
     size_t payloadGot = 0;
-    uint32_t payloadCheck = 0;  // of the received part of a checked frame
-    bool isBegun = false;       // the header has arrived, and the frame need not wait
+    bool isBegun = false;  // the header has arrived, and the frame need not wait
     // Of the frame that is begun. Without a mailbox the payload is discarded unless isEarly.
     FrameTarget target;
     bool isEarly = false;  // the frame is kept for a group that is not made yet

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <iterator>
 
-#include "base/crc32c.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
@@ -20,12 +19,6 @@ constexpr size_t kPieceBytes = 1024 * 1024;
 
 const char* payloadOf(const OutItem& item) {
   return item.owned.empty() ? item.payload : item.owned.data();
-}
-
-void seal(OutItem& item) {
-  item.header.magic = FrameHeader::kCheckedMagic;
-  item.header.payloadCheck = crc32c(payloadOf(item), item.header.payloadBytes);
-  item.header.headerCheck = item.header.check();
 }
 
 // Finds the unsent parts of a frame: its header, its payload, or both. Returns their number.
@@ -46,6 +39,7 @@ int partsOf(OutItem& item, Span parts[2]) {
 }  // namespace
 
 Loss lossOf(LossReason reason) {
+  if (errno == EBADMSG) return {LossReason::kChanged, ""};  // tcp/tls.h
   return {errno == ETIMEDOUT ? LossReason::kSilent : reason, errno == 0 ? "" : strerror(errno)};
 }
 
@@ -86,7 +80,6 @@ size_t FrameSender::flush(Lane& lane, size_t most, bool* hasFailed) {
     if (!lane.isSending && !takeNext(lane)) break;
     OutItem& item = lane.item;
     if (isShm_) sendDescriptor(lane);
-    if (local_.options.isChecked && !item.header.isChecked()) seal(item);
     const size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
     Span parts[2];
     const int count = partsOf(item, parts);
@@ -172,7 +165,6 @@ void FrameSender::onSent(Lane& lane) {
   if (item.message.bytes > 0) {
     item.header.kind = FrameKind::kMore;
     item.header.hasDescriptor = 0;
-    item.header.magic = FrameHeader::kMagic;  // not sealed yet
     item.sent = 0;
     queue_.push_front(std::move(item));
     return;

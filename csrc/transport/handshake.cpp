@@ -7,7 +7,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 
+#include "base/env.h"
 #include "transport/peer.h"
 #include "transport/shm/link.h"
 
@@ -21,7 +24,28 @@ std::string transcript(const char* role, const Hello& hello, const uint8_t nonce
   return text;
 }
 
+std::string textOf(const Digest& digest) {
+  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
+
 }  // namespace
+
+Status secretOf(const std::string& text, std::string* secret) {
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const std::string& path = Env::process().secretFile;
+  if (path.empty()) {
+    *secret = textOf(sha256(text));
+    return Status();
+  }
+  std::ifstream file(path, std::ios::binary);
+  const std::string key((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (key.size() < 16) {
+    return Status(Code::kInvalidArgument,
+                  "MYCOLL_SECRET_FILE: '" + path + "' cannot be read, or is shorter than 16 bytes");
+  }
+  *secret = textOf(hmacSha256(key, text));
+  return Status();
+}
 
 uint64_t idOf(const Proof& proof) {
   uint64_t id;
@@ -76,8 +100,16 @@ bool isSameUser(int socket) {
 
 bool ReadExactly::ready() {
   while (bytes_ > 0 && !failed_) {
-    ssize_t got = descriptor_ ? receiveDescriptor(socket_, descriptor_, data_, bytes_)
-                              : recv(socket_, data_, bytes_, MSG_DONTWAIT);
+    ssize_t got;
+    if (tls_) {
+      tls_->onEvent(false);
+      got = tls_->read(data_, bytes_);
+      if (got == 0) return late();
+      if (got < 0) return fail();
+    } else {
+      got = descriptor_ ? receiveDescriptor(socket_, descriptor_, data_, bytes_)
+                        : recv(socket_, data_, bytes_, MSG_DONTWAIT);
+    }
     if (got > 0) {
       data_ += got;
       bytes_ -= static_cast<size_t>(got);
@@ -90,8 +122,18 @@ bool ReadExactly::ready() {
   return true;
 }
 
-bool sendWhole(int socket, const void* data, size_t bytes) {
-  return ::send(socket, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+bool sendWhole(HandshakeSocket socket, const void* data, size_t bytes) {
+  const Span part{const_cast<void*>(data), bytes};
+  const ssize_t sent = socket.tls ? socket.tls->write(&part, 1)
+                                  : ::send(socket.fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  return sent == static_cast<ssize_t>(bytes);
+}
+
+bool TlsOpened::ready() {
+  const TlsSocket::State state = tls_.shakeHands();
+  if (state == TlsSocket::State::kShakingHands) return late();
+  if (state != TlsSocket::State::kOpen) fail();
+  return true;
 }
 
 bool Connected::ready() {

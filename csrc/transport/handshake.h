@@ -22,6 +22,10 @@
 // A connection over TCP may have several sockets. The process that has made it adds them by the
 // same handshake; the Hello then names the connection that the socket joins.
 //
+// With encryption (tcp/tls.h), TLS's handshake comes first. It proves that the peer knows the key
+// of the job. The handshake above then shows that the connection leads to the process that was
+// meant.
+//
 // All sizes are fixed. For an unauthenticated peer, only a socket and a coroutine are allocated;
 // their number and lifetime are limited (doorkeeper.h).
 #pragma once
@@ -36,13 +40,14 @@
 #include "base/sha256.h"
 #include "base/status.h"
 #include "base/task.h"
+#include "transport/tcp/tls.h"
 
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
-constexpr uint32_t kProtocolVersion = 8;
+constexpr uint32_t kProtocolVersion = 9;
 
 // How a handshake, or an attempt to connect, ends.
 enum class Outcome : uint32_t {
@@ -100,9 +105,19 @@ Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
+// The secret that every rank of a job can make of this text: with MYCOLL_SECRET_FILE, only those
+// that have the file can make it.
+Status secretOf(const std::string& text, std::string* secret);
+
+// The socket of a handshake.
+struct HandshakeSocket {
+  int fd = -1;
+  TlsSocket* tls = nullptr;  // not null: the socket is encrypted, and its handshake is done
+};
+
 // Sends all of a handshake's message. Returns false if the socket is broken: a fresh one has room
 // for so few bytes.
-bool sendWhole(int socket, const void* data, size_t bytes);
+bool sendWhole(HandshakeSocket socket, const void* data, size_t bytes);
 
 // ---- conditions: waiting for a socket without blocking -----------------------------------------
 
@@ -124,17 +139,30 @@ class SocketCondition : public Condition {
 // Reads exactly this many bytes, and at most one descriptor with them.
 class ReadExactly final : public SocketCondition {
  public:
-  ReadExactly(int socket, void* data, size_t bytes, Deadline deadline, Fd* descriptor = nullptr)
-      : SocketCondition(socket, deadline),
+  ReadExactly(HandshakeSocket socket, void* data, size_t bytes, Deadline deadline,
+              Fd* descriptor = nullptr)
+      : SocketCondition(socket.fd, deadline),
+        tls_(socket.tls),
         data_(static_cast<char*>(data)),
         bytes_(bytes),
         descriptor_(descriptor) {}
   bool ready() override;
 
  private:
+  TlsSocket* const tls_;
   char* data_;
   size_t bytes_;
   Fd* descriptor_;
+};
+
+// Waits until TLS's own handshake is done or has failed.
+class TlsOpened final : public SocketCondition {
+ public:
+  TlsOpened(TlsSocket& tls, Deadline deadline) : SocketCondition(tls.fd(), deadline), tls_(tls) {}
+  bool ready() override;
+
+ private:
+  TlsSocket& tls_;
 };
 
 // Waits until a connection attempt has succeeded or failed.

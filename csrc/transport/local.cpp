@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/log.h"
 #include "transport/tcp/link.h"
 
 namespace mycoll {
@@ -14,7 +15,7 @@ Status MeshOptions::fromEnv(MeshOptions* result) {
   result->ports = env.ports;
   result->advertised = env.advertised;
   result->eagerBytes = env.eagerBytes;
-  result->isChecked = env.checksum;
+  MYCOLL_RETURN_IF_ERROR(Tls::fromEnv(&result->tls));
   result->distance = env.distance;
   result->flows = env.flows;
   result->networkSeconds = env.networkSeconds;
@@ -22,7 +23,7 @@ Status MeshOptions::fromEnv(MeshOptions* result) {
 }
 
 Link Local::makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
-                     RingSide side) const {
+                     RingSide side, std::shared_ptr<TlsSocket> tls) const {
   const auto shared = std::make_shared<const Fd>(std::move(socket));
   Link link;
   link.isShm = segment != nullptr;
@@ -30,6 +31,11 @@ Link Local::makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment
     const Bell bell = bellOf(peer);
     link.sender = std::make_unique<ShmSender>(segment, side, shared, bell);
     link.receiver = std::make_unique<ShmReceiver>(segment, side, shared, bell, options.distance);
+  } else if (tls) {
+    MYCOLL_LOG_DEBUG("the connection with %s is encrypted: %s", peer.describe().c_str(),
+                     options.tls->describe().c_str());
+    link.sender = std::make_unique<TlsSender>(shared, tls);
+    link.receiver = std::make_unique<TlsReceiver>(shared, tls);
   } else {
     link.sender = std::make_unique<TcpSender>(shared);
     link.receiver = std::make_unique<TcpReceiver>(shared);

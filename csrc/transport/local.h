@@ -26,6 +26,7 @@
 #include "transport/shm/link.h"
 #include "transport/sleeper.h"
 #include "transport/tcp/address.h"
+#include "transport/tcp/tls.h"
 
 namespace mycoll {
 
@@ -39,7 +40,7 @@ struct MeshOptions {
   // Larger than eagerBytes: the receiver is about to ask for the message and would have room for
   // it, so asking first would only cost a round trip.
   size_t eagerInCollectives = 1024 * 1024;
-  bool isChecked = false;  // what is sent carries checksums
+  std::shared_ptr<const Tls> tls;  // null: sockets between hosts are not encrypted
   DistanceChoice distance = DistanceChoice::kMeasured;
   int flows = 0;  // sockets for a peer on another host; 0: as many as its distance asks for
   int networkSeconds = 10;  // a peer over TCP that is silent for this long is dead
@@ -60,8 +61,9 @@ struct Local {
   Bell bellOf(const PeerAddress& peer) const { return Bell(bell.fd(), peer.uid); }
   // Makes this process's end of a connection that both sides have agreed on. segment: the memory of
   // its rings; null over TCP.
-  Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
-                RingSide side) const;
+  // tls: null if the socket is not encrypted.
+  Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment, RingSide side,
+                std::shared_ptr<TlsSocket> tls) const;
 
   // Queues an event for the group of this mailbox: see event.h.
   void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {

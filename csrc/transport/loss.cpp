@@ -28,8 +28,9 @@ std::string Loss::describe(bool mayHaveLeft) const {
     case LossReason::kDistrusted: return "cannot be reached: " + detail;
     case LossReason::kNotAFrame: return "sent something that is not a mycoll frame";
     case LossReason::kChanged:
-      return "sent data that failed its checksum (MYCOLL_CHECKSUM): failing memory or network, or "
-             "its program wrote to a tensor that was still being sent";
+      return "sent data that was changed on the way (MYCOLL_ENCRYPT found it): a failing network, "
+             "or "
+             "an attack";
     case LossReason::kNotItsName: return "sent a message in the name of another rank";
     case LossReason::kNoMemory: return "sent what this process had no memory for";
   }

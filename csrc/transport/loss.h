@@ -16,7 +16,7 @@ enum class LossReason {
   kUnreachable,      // ... for another reason
   kDistrusted,       // it could not prove that it knows the secret of a group
   kNotAFrame,        // it sent an invalid frame
-  kChanged,          // ... or data that differs from its checksum
+  kChanged,          // what arrived on an encrypted connection is not what it sent
   kNotItsName,       // ... or a message in the name of another rank
   kNoMemory,         // this process ran out of memory while it received
 };

@@ -11,10 +11,9 @@
 
 namespace mycoll {
 
-// A checked message must be sent in frames, which hold its checksums.
 void SharedReads::offer(Transfer& request, Connection& connection, OutItem* item) {
   const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
-  if (!isOpen || request.attached_ || request.mailbox_->mesh().options().isChecked) return;
+  if (!isOpen || request.attached_) return;
   const SharedPlace place = SharedHeap::process().find(request.data_);
   if (place.region == 0) return;
   if (!connection.regions().offer(place.region, &request.attached_)) return;

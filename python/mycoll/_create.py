@@ -28,6 +28,8 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     log.info(f"mycoll {__version__}: group '{group.group_id}', {place}, timeout {group.timeout}")
     group.store = store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
+        if os.environ.get("MYCOLL_ENCRYPT", "") not in ("", "0"):
+            raise ValueError("MYCOLL_ENCRYPT=1 needs mycoll's engine: CPU tensors are to go over gloo")
         _compat.install()
         return _gloo.create(group)
 

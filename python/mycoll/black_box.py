@@ -121,6 +121,11 @@ class Group:
         return f"{self.name} ({self.description})" if self.description else self.name
 
     @property
+    def encryption(self) -> str:
+        """How bytes between hosts are encrypted; empty if they are not, or before the first call."""
+        return self.transport.partition(", encrypted: ")[2]
+
+    @property
     def is_used(self) -> bool:
         """Whether anything was called in it."""
         return bool(self.submitted or self.operations or self.phase == "failed")

@@ -333,8 +333,9 @@ def check_transports() -> Iterator[Result]:
             cause = error.cause if isinstance(error, SpawnError) else str(error)
             yield Result("self-test", f"{name}: {cause}", FAIL, fix)
             continue
-        wrong, used = sum(number for number, _ in reports), reports[0][1]
+        wrong, (_, used, cipher) = sum(number for number, *_ in reports), reports[0]
         text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
+        text += f", encrypted: {cipher}" if cipher else ""
         if wrong:
             fix = "report this to mycoll's authors; until then MYCOLL_CPU=gloo"
         elif used != transport:
@@ -343,8 +344,9 @@ def check_transports() -> Iterator[Result]:
         yield Result("self-test", text) if is_good else Result("self-test", text, FAIL, fix)
 
 
-def self_test() -> tuple[int, str]:
-    """Runs some operations on a rank; returns how many elements were wrong, and the transport."""
+def self_test() -> tuple[int, str, str]:
+    """Runs some operations on a rank; returns how many elements were wrong, the transport and its
+    encryption."""
     import torch
     import torch.distributed as dist
 
@@ -370,7 +372,8 @@ def self_test() -> tuple[int, str]:
     wrong += int((received != ramp + (rank - 1) % size).sum())
 
     group: Any = dist.group.WORLD
-    return wrong, group._get_backend(torch.device("cpu")).transport()
+    backend = group._get_backend(torch.device("cpu"))
+    return wrong, backend.transport(), backend.encryption()
 
 
 Check = Callable[[], Iterator[Result]]

@@ -69,8 +69,6 @@ def _usable() -> Any:
         raise ValueError(f"{REPLACE}={value} is not valid: expected gloo")
     if _gloo.is_wanted(None):
         raise ImportError(f"{CPU}=gloo asks for torch's gloo")
-    if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
-        raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll lacks")
     return native()
 
 

@@ -80,9 +80,11 @@ def as_text(processes: list[Process]) -> str:
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
+        ciphers = {each.encryption for process in members for each in process.groups}
+        encrypted = "".join(f", encrypted: {each}" for each in sorted(ciphers - {""}))
         lines += folded(
             f"job {members[0].job[:8]} on {members[0].host}: {len(members)} processes here, "
-            f"largest group {world} ranks, mycoll {members[0].version}"
+            f"largest group {world} ranks, mycoll {members[0].version}{encrypted}"
         )
         rows: list[tuple[str, ...]] = [
             ("rank", "pid", "state", "group", "for", "waits for", "operation")

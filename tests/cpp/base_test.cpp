@@ -1,4 +1,4 @@
-// base/: status, task, types, env, log, fd, deadline, wait, topology, crc32c.
+// base/: status, task, types, env, log, fd, deadline, wait, topology.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -21,7 +21,6 @@
 #include <thread>
 #include <vector>
 
-#include "base/crc32c.h"
 #include "base/deadline.h"
 #include "base/env.h"
 #include "base/fd.h"
@@ -441,29 +440,6 @@ TEST(Base, textFromOthersIsSanitised) {
   EXPECT(statusFromPeer(static_cast<int>(Code::kOk), "x").code() == Code::kInternal);
   EXPECT(statusFromPeer(-7, "x").code() == Code::kInternal);
   EXPECT(statusFromPeer(99, "x").code() == Code::kInternal);
-}
-
-TEST(Base, crc32cKnownAnswers) {
-  EXPECT_EQ(crc32c("", 0), 0u);
-  EXPECT_EQ(crc32c("123456789", 9), 0xe3069283u);  // the check value of every catalogue
-  // RFC 3720 B.4
-  std::string bytes(32, '\0');
-  EXPECT_EQ(crc32c(bytes.data(), 32), 0x8a9136aau);
-  std::fill(bytes.begin(), bytes.end(), '\xff');
-  EXPECT_EQ(crc32c(bytes.data(), 32), 0x62a8ab43u);
-  for (int i = 0; i < 32; ++i) bytes[i] = static_cast<char>(i);
-  EXPECT_EQ(crc32c(bytes.data(), 32), 0x46dd794eu);
-}
-
-TEST(Base, crc32cTableAgrees) {
-  std::vector<uint8_t> bytes(300);
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i * i * 31 + i);
-  for (size_t length = 0; length <= bytes.size(); ++length) {
-    const uint32_t whole = crc32c(bytes.data(), length);
-    EXPECT_EQ(detail::crc32cTable(bytes.data(), length, 0), whole);
-    const size_t half = length / 2;
-    EXPECT_EQ(crc32c(bytes.data() + half, length - half, crc32c(bytes.data(), half)), whole);
-  }
 }
 
 TEST(Text, listsNumbersWithIntervals) {

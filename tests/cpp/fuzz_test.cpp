@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/crc32c.h"
 #include "base/deadline.h"
 #include "collectives/shm/collectives.h"
 #include "corpus.h"
@@ -77,11 +76,6 @@ std::string nonsense(std::mt19937& random) {
       payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
       header.hasDescriptor = random() % 4 > 0;
       header.payloadBytes = sizeof(place);
-    }
-    if (random() % 3 == 0) {
-      header.magic = FrameHeader::kCheckedMagic;
-      header.payloadCheck = crc32c(payload.data(), payload.size());
-      header.headerCheck = header.check();
     }
     bytes.append(reinterpret_cast<const char*>(&header), sizeof(header));
     bytes += payload;

@@ -234,8 +234,11 @@ def main(conn: Connection, setup: Setup) -> None:
     dist.set_debug_level_from_env()  # torch has read the server's environment
     if setup.family == "mycoll" and setup.transport:
         os.environ["MYCOLL_TRANSPORT"] = setup.transport
-        # Both settings are run by everything; a test's own choice stands.
-        os.environ.setdefault("MYCOLL_CHECKSUM", str(int(setup.transport == "tcp")))
+        if setup.transport == "tcp" and setup.size % 2:  # a test's own choice stands
+            secret = Path(setup.log + ".secret")
+            secret.write_text("a secret of this test run")
+            os.environ.setdefault("MYCOLL_SECRET_FILE", str(secret))
+            os.environ.setdefault("MYCOLL_ENCRYPT", "1")
     torch.set_num_threads(1)
     filter_warnings()
     ctx = Ctx(setup, os.open(setup.log + ".case", os.O_RDWR | os.O_CREAT, 0o600))

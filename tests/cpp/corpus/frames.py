@@ -16,17 +16,8 @@ EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, D
 PUT = 14
 COLLECTIVE, MESSAGE, CONTROL, WINDOW = range(4)
 SEND, OPAQUE, NO_OP = 10, 64, 8
-MAGIC, CHECKED = 0x4C59434D, 0x6C79636D
+MAGIC = 0x4C59434D
 MOST = 2**64 - 1
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def call(
@@ -44,18 +35,13 @@ def frame(
     kind: int = EAGER, group: int = MESSAGE, *, source: int = 0, to: int = 1, context: int = 42,
     tag: int = 7, signature: bytes | None = None, message: int = 64, payload: int = 64,
     sender: int = 1, receiver: int = 1, magic: int = MAGIC, body: bytes | None = None,
-    crc: int | None = None, header_crc: int | None = None, descriptor: int = 0,
+    descriptor: int = 0,
 ) -> bytes:  # fmt: skip
     body = b"a" * min(payload, 20_000) if body is None else body
     head = struct.pack("<IBBHiiQQ", magic, kind, group, descriptor, source, to, context, tag)
     head += call() if signature is None else signature
     head += struct.pack("<QQQQ", message, payload, sender, receiver)
-    if magic == CHECKED:
-        head += struct.pack("<I", crc32c(body) if crc is None else crc)
-        head += struct.pack("<I", crc32c(head) if header_crc is None else header_crc)
-    else:
-        head += bytes(8)
-    assert len(head) == 96
+    assert len(head) == 88
     return head + body
 
 
@@ -139,13 +125,9 @@ def inputs() -> dict[str, list[bytes]]:
     announced = frame(REQUEST, payload=0)
     return {
         "good-message": [frame()],
-        "good-checked": [frame(magic=CHECKED)],
         "good-then-goodbye": [frame(), control(GOODBYE)],
-        "checked-payload-wrong": [frame(magic=CHECKED, crc=0)],
-        "checked-header-wrong": [frame(magic=CHECKED, header_crc=0)],
-        "checked-control-wrong": [control(ABORT, b"x" * 40, magic=CHECKED, crc=1)],
         "one-byte": [b"M"],
-        "header-cut": [frame()[:95]],
+        "header-cut": [frame()[:87]],
         "payload-cut": [frame()[:100]],
         "wrong-magic": [frame(magic=MAGIC + 1)],
         "kind-unknown": [frame(99)],

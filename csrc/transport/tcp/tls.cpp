@@ -1,0 +1,334 @@
+#include "transport/tcp/tls.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "transport/handshake.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace mycoll {
+namespace {
+
+constexpr char kIdentity[] = "mycoll tls 1.3 psk v1";
+constexpr const char* kAes = "TLS_AES_128_GCM_SHA256";
+constexpr const char* kChaCha = "TLS_CHACHA20_POLY1305_SHA256";
+// The largest content of a record.
+constexpr size_t kRecordBytes = 16 * 1024;
+// So much is encrypted before it is sent, and read at once.
+constexpr size_t kBatchBytes = 8 * kRecordBytes;
+constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
+// AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
+constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
+
+bool hasAesInstructions() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("aes") && __builtin_cpu_supports("pclmul");
+#elif defined(__aarch64__)
+  constexpr unsigned long kAes = 1 << 3, kPmull = 1 << 4;
+  return (getauxval(AT_HWCAP) & (kAes | kPmull)) == (kAes | kPmull);
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+// ---- Tls ---------------------------------------------------------------------------------------
+
+Tls::~Tls() {
+  if (context_) library_->SSL_CTX_free(context_);
+}
+
+Status Tls::failure(const std::string& what) const {
+  const char* reason = library_->ERR_reason_error_string(library_->ERR_peek_error());
+  return Status(Code::kInvalidArgument, what + (reason ? std::string(": ") + reason : ""));
+}
+
+Status Tls::begin() {
+  MYCOLL_RETURN_IF_ERROR(openssl::Library::load(&library_));
+  const openssl::Library& library = *library_;
+  library.ERR_clear_error();
+  context_ = library.SSL_CTX_new(library.TLS_method());
+  if (!context_) throw std::bad_alloc();
+  const std::string ciphers = std::string(kAes) + ":" + kChaCha;
+  const std::string portable = std::string(kChaCha) + ":" + kAes;
+  if (library.SSL_CTX_ctrl(context_, openssl::kSetMinVersion, openssl::kTls13, nullptr) != 1 ||
+      library.SSL_CTX_ctrl(context_, openssl::kSetMaxVersion, openssl::kTls13, nullptr) != 1 ||
+      library.SSL_CTX_set_ciphersuites(context_,
+                                       (hasAesInstructions() ? ciphers : portable).c_str()) != 1 ||
+      library.SSL_CTX_set_num_tickets(context_, 0) != 1) {
+    return failure("OpenSSL refuses TLS 1.3 on this host");
+  }
+  library.SSL_CTX_ctrl(context_, openssl::kSetReadAhead, 1, nullptr);
+  library.SSL_CTX_set_default_read_buffer_len(context_, kReadBytes);
+  // With a key, neither side has a certificate, so one that is shown is refused.
+  library.SSL_CTX_set_verify(context_, openssl::kVerifyPeer | openssl::kFailIfNoPeerCertificate,
+                             nullptr);
+  return Status();
+}
+
+Status Tls::fromEnv(std::shared_ptr<const Tls>* result) {
+  const Env& env = Env::process();
+  if (env.tlsFiles.isWanted) return make(env.tlsFiles, result);
+  result->reset();
+  if (!env.encrypt) return Status();
+  if (env.secretFile.empty()) {
+    return Status(
+        Code::kInvalidArgument,
+        "MYCOLL_ENCRYPT=1 needs MYCOLL_SECRET_FILE, the same file on all ranks: a key that "
+        "came through torch's store would cross the network unencrypted. Make one with "
+        "`head -c 32 /dev/urandom > FILE; chmod 600 FILE`");
+  }
+  std::string secret;
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll tls", &secret));
+  return make(secret, result);
+}
+
+Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result) {
+  std::shared_ptr<Tls> tls(new Tls);
+  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  const Digest key = hmacSha256(secret, kIdentity);
+  static_assert(std::tuple_size_v<Digest> == kKeyBytes);
+  tls->key_.assign(reinterpret_cast<const char*>(key.data()), key.size());
+  tls->library_->SSL_CTX_set_psk_client_callback(tls->context_, &clientKey);
+  tls->library_->SSL_CTX_set_psk_server_callback(tls->context_, &serverKey);
+  *result = std::move(tls);
+  return Status();
+}
+
+Status Tls::make(const TlsFiles& files, std::shared_ptr<const Tls>* result) {
+  std::shared_ptr<Tls> tls(new Tls);
+  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  const openssl::Library& library = *tls->library_;
+  const auto orNull = [](const std::string& path) { return path.empty() ? nullptr : path.c_str(); };
+  const auto refuse = [&](const char* variable, const std::string& path) {
+    return tls->failure("GLOO_DEVICE_TRANSPORT_TCP_TLS_" + std::string(variable) + ": '" + path +
+                        "' cannot be used");
+  };
+  openssl::Context* const context = tls->context_;
+  if (library.SSL_CTX_use_certificate_chain_file(context, files.certificate.c_str()) != 1) {
+    return refuse("CERT", files.certificate);
+  }
+  if (library.SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), openssl::kPem) != 1 ||
+      library.SSL_CTX_check_private_key(context) != 1) {
+    return refuse("PKEY", files.key);
+  }
+  if (library.SSL_CTX_load_verify_locations(context, orNull(files.authorities),
+                                            orNull(files.authoritiesFolder)) != 1) {
+    return refuse(files.authorities.empty() ? "CA_PATH" : "CA_FILE",
+                  files.authorities.empty() ? files.authoritiesFolder : files.authorities);
+  }
+  *result = std::move(tls);
+  return Status();
+}
+
+std::string Tls::describe() const {
+  const char* const cipher = cipher_.load(std::memory_order_relaxed);
+  return std::string("TLS 1.3 ") + (key_.empty() ? "certificates" : "PSK") +
+         (cipher ? std::string(", ") + cipher : "");
+}
+
+unsigned Tls::clientKey(openssl::Ssl* ssl, const char*, char* identity, unsigned room,
+                        unsigned char* key, unsigned keyRoom) {
+  if (room < sizeof(kIdentity)) return 0;
+  std::memcpy(identity, kIdentity, sizeof(kIdentity));
+  return serverKey(ssl, kIdentity, key, keyRoom);
+}
+
+unsigned Tls::serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
+                        unsigned keyRoom) {
+  openssl::Library const* library = nullptr;
+  if (!openssl::Library::load(&library).ok() || keyRoom < kKeyBytes ||
+      std::strcmp(identity, kIdentity) != 0) {
+    return 0;
+  }
+  const auto* const tls = static_cast<const Tls*>(library->SSL_get_ex_data(ssl, 0));
+  std::memcpy(key, tls->key_.data(), kKeyBytes);
+  return kKeyBytes;
+}
+
+// ---- TlsSocket ---------------------------------------------------------------------------------
+
+openssl::BioMethod* TlsSocket::bioMethod(const openssl::Library& library) {
+  static openssl::BioMethod* const kMethod = [&] {
+    openssl::BioMethod* method = library.BIO_meth_new(openssl::kBioSourceSink, "mycoll");
+    if (!method) throw std::bad_alloc();
+    library.BIO_meth_set_write(method, &sendCallback);
+    library.BIO_meth_set_read(method, &receiveCallback);
+    library.BIO_meth_set_ctrl(method, &controlCallback);
+    return method;
+  }();
+  return kMethod;
+}
+
+TlsSocket::TlsSocket(std::shared_ptr<const Tls> tls, int socket, bool isConnector)
+    : tls_(std::move(tls)), library_(*tls_->library_), socket_(socket) {
+  ssl_ = library_.SSL_new(tls_->context_);
+  openssl::Bio* const bio = ssl_ ? library_.BIO_new(bioMethod(library_)) : nullptr;
+  if (!bio) {
+    if (ssl_) library_.SSL_free(ssl_);
+    throw std::bad_alloc();
+  }
+  library_.BIO_set_data(bio, this);
+  library_.BIO_set_init(bio, 1);
+  library_.SSL_set_bio(ssl_, bio, bio);  // which owns it now
+  library_.SSL_set_ex_data(ssl_, 0, const_cast<Tls*>(tls_.get()));
+  if (isConnector) {
+    library_.SSL_set_connect_state(ssl_);
+  } else {
+    library_.SSL_set_accept_state(ssl_);
+    // OpenSSL refuses a key without one.
+    library_.SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>(kIdentity), 6);
+  }
+}
+
+TlsSocket::~TlsSocket() { library_.SSL_free(ssl_); }
+
+TlsSocket::State TlsSocket::shakeHands() {
+  if (state_ != State::kShakingHands) return state_;
+  onEvent(false);
+  library_.ERR_clear_error();
+  const int result = library_.SSL_do_handshake(ssl_);
+  const bool isSent = flush();
+  if (result == 1 && isSent) {
+    // A peer that has shown a certificate instead of the key would be somebody else.
+    const bool isProved = tls_->key_.empty() || library_.SSL_session_reused(ssl_) == 1;
+    if (!isProved) failure_ = "it has not proved that it knows the key";
+    const openssl::Cipher* const cipher = library_.SSL_get_current_cipher(ssl_);
+    const bool isAes = std::strcmp(library_.SSL_CIPHER_get_name(cipher), kAes) == 0;
+    tls_->cipher_.store(isAes ? "AES-128-GCM" : "ChaCha20-Poly1305", std::memory_order_relaxed);
+    return state_ = isProved ? State::kOpen : State::kFailed;
+  }
+  if (!isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead) {
+    return error_ != 0 ? state_ = State::kClosed : state_;
+  }
+  const char* reason = library_.ERR_reason_error_string(library_.ERR_peek_error());
+  if (isAtEnd_ || error_ != 0) return state_ = State::kClosed;
+  failure_ = std::string("TLS: ") + (reason ? reason : "the handshake failed");
+  return state_ = State::kFailed;
+}
+
+// Returns false if there are bytes left, as the socket has no room or is broken.
+bool TlsSocket::flush() {
+  while (begin_ < out_.size()) {
+    const ssize_t sent =
+        ::send(socket_, out_.data() + begin_, out_.size() - begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+      begin_ += static_cast<size_t>(sent);
+    } else if (errno != EINTR) {
+      if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) error_ = errno;
+      return false;
+    }
+  }
+  out_.clear();
+  begin_ = 0;
+  return true;
+}
+
+ssize_t TlsSocket::write(const Span* parts, int count) {
+  if (!flush()) return error_ == 0 ? 0 : (errno = error_, -1);
+  size_t total = 0;
+  for (int i = 0; i < count; ++i) total += parts[i].bytes;
+  size_t taken = std::exchange(isHeldBack_, false) ? 1 : 0;
+  const size_t end = std::min(total, kBatchBytes);
+  size_t before = 0;  // bytes of the parts before this one
+  for (int part = 0; taken < end;) {
+    while (taken - before >= parts[part].bytes) before += parts[part++].bytes;
+    const char* content = parts[part].begin() + (taken - before);
+    const size_t bytes = std::min(kRecordBytes, total - taken);
+    const size_t first = std::min(bytes, parts[part].bytes - (taken - before));
+    if (first < bytes) {
+      if (!gathered_) gathered_.reset(new char[kRecordBytes]);
+      std::memcpy(gathered_.get(), content, first);
+      size_t filled = first;
+      for (int next = part + 1; filled < bytes && next < count; ++next) {
+        const size_t more = std::min(bytes - filled, parts[next].bytes);
+        std::memcpy(gathered_.get() + filled, parts[next].begin(), more);
+        filled += more;
+      }
+      content = gathered_.get();
+    }
+    if (++records_ == kRecordsPerKey) {
+      records_ = 0;
+      library_.SSL_key_update(ssl_, openssl::kKeyUpdateNotRequested);
+    }
+    library_.ERR_clear_error();
+    if (library_.SSL_write(ssl_, content, static_cast<int>(bytes)) != static_cast<int>(bytes)) {
+      errno = EBADMSG;  // after a failure of read()
+      return -1;
+    }
+    taken += bytes;
+  }
+  if (flush()) return static_cast<ssize_t>(taken);
+  if (error_ != 0) return errno = error_, -1;
+  isHeldBack_ = true;
+  return static_cast<ssize_t>(taken) - 1;
+}
+
+ssize_t TlsSocket::read(void* data, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes && hasMore_) {
+    library_.ERR_clear_error();
+    const size_t most = std::min(bytes - done, kRecordBytes);
+    const int got =
+        library_.SSL_read(ssl_, static_cast<char*>(data) + done, static_cast<int>(most));
+    if (got > 0) {
+      done += static_cast<size_t>(got);
+    } else if (library_.SSL_get_error(ssl_, got) == openssl::kErrorWantRead) {
+      hasMore_ = false;
+    } else {
+      if (done > 0) break;  // the next call reports it
+      errno = isAtEnd_ ? 0 : error_ != 0 ? error_ : EBADMSG;
+      return -1;
+    }
+  }
+  return static_cast<ssize_t>(done);
+}
+
+// ---- what OpenSSL calls
+
+int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
+  const openssl::Library* library = nullptr;
+  (void)openssl::Library::load(&library);
+  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
+  try {
+    self->out_.append(data, static_cast<size_t>(bytes));
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  return bytes;
+}
+
+int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
+  const openssl::Library* library = nullptr;
+  (void)openssl::Library::load(&library);
+  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
+  library->BIO_clear_flags(bio, openssl::kBioRetryFlags);
+  while (self->isReadable_) {
+    const ssize_t got = recv(self->socket_, data, static_cast<size_t>(bytes), MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) break;
+    if (got < 0) self->error_ = errno;
+    if (got == 0) self->isAtEnd_ = true;
+    // The next byte raises a new event.
+    if (got > 0 && got < bytes && !self->isClosed_) self->isReadable_ = false;
+    return static_cast<int>(got);
+  }
+  self->isReadable_ = false;
+  library->BIO_set_flags(bio, openssl::kBioRetryRead);
+  return -1;
+}
+
+long TlsSocket::controlCallback(openssl::Bio*, int command, long, void*) {
+  return command == openssl::kBioFlush ? 1 : 0;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,148 @@
+// TLS 1.3 for the sockets between hosts (MYCOLL_ENCRYPT), by OpenSSL. docs/security.md describes
+// the threats, keys and ciphers.
+//
+// A process has one Tls, and each encrypted socket a TlsSocket. Both sides first complete TLS's own
+// handshake, in which they prove that they have the same key, or certificates of the same
+// authority. Then the handshake of handshake.h follows, encrypted, and then the frames.
+//
+// Thread contract: Tls is constant, but for describe(). A TlsSocket is used under the mesh's I/O
+// lock. Nothing blocks.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "base/types.h"
+#include "transport/link.h"
+#include "transport/tcp/openssl.h"
+
+namespace mycoll {
+
+class Tls {
+ public:
+  // What the environment asks for; null without encryption.
+  static Status fromEnv(std::shared_ptr<const Tls>* result);
+  // Both sides know this secret.
+  static Status make(const std::string& secret, std::shared_ptr<const Tls>* result);
+  // Each side has a certificate by an authority that the other one trusts.
+  static Status make(const TlsFiles& files, std::shared_ptr<const Tls>* result);
+  ~Tls();
+  Tls(const Tls&) = delete;
+  Tls& operator=(const Tls&) = delete;
+
+  // [any thread] "TLS 1.3 PSK, AES-128-GCM"; without a cipher until a socket has been opened.
+  std::string describe() const;
+
+ private:
+  friend class TlsSocket;
+  static constexpr size_t kKeyBytes = 32;
+
+  Tls() = default;
+  Status begin();
+  Status failure(const std::string& what) const;
+  static unsigned clientKey(openssl::Ssl* ssl, const char* hint, char* identity, unsigned room,
+                            unsigned char* key, unsigned keyRoom);
+  static unsigned serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
+                            unsigned keyRoom);
+
+  const openssl::Library* library_ = nullptr;
+  openssl::Context* context_ = nullptr;
+  std::string key_;                                   // empty: certificates
+  mutable std::atomic<const char*> cipher_{nullptr};  // of the socket that was opened last
+};
+
+// One encrypted socket. write() and read() are those of a LinkSender and a LinkReceiver.
+class TlsSocket {
+ public:
+  // The socket is non-blocking and outlives this.
+  TlsSocket(std::shared_ptr<const Tls> tls, int socket, bool isConnector);
+  ~TlsSocket();
+  TlsSocket(const TlsSocket&) = delete;
+  TlsSocket& operator=(const TlsSocket&) = delete;
+
+  enum class State { kShakingHands, kOpen, kClosed, kFailed };
+  // Continues the handshake as far as bytes have arrived.
+  State shakeHands();
+  // kFailed: the reason.
+  const std::string& failure() const { return failure_; }
+
+  // If this takes a part of a frame, the rest of that frame follows in the next calls: what is
+  // encrypted cannot be withdrawn.
+  ssize_t write(const Span* parts, int count);
+  // -1 with errno EBADMSG: what arrived is not what the peer has sent.
+  ssize_t read(void* data, size_t bytes);
+  bool maybeReadable() const { return hasMore_; }
+  void onEvent(bool isClosed) {
+    hasMore_ = isReadable_ = true;
+    isClosed_ |= isClosed;
+  }
+  int fd() const { return socket_; }
+
+ private:
+  static int sendCallback(openssl::Bio* bio, const char* data, int bytes);
+  static int receiveCallback(openssl::Bio* bio, char* data, int bytes);
+  static long controlCallback(openssl::Bio* bio, int command, long, void*);
+  static openssl::BioMethod* bioMethod(const openssl::Library& library);
+  bool flush();
+
+  const std::shared_ptr<const Tls> tls_;
+  const openssl::Library& library_;
+  const int socket_;
+  openssl::Ssl* ssl_ = nullptr;
+  State state_ = State::kShakingHands;
+  std::string failure_;
+
+  // Receiving.
+  bool hasMore_ = true;     // read() may find a record
+  bool isReadable_ = true;  // recv() may find bytes; cleared by one that found less than asked for
+  bool isClosed_ = false;   // the bytes there are followed by the end of the stream
+  bool isAtEnd_ = false;    // recv() has found the end of the stream
+  int error_ = 0;           // errno of a failed recv()
+
+  // Sending. Records that the socket had no room for are in out_, from begin_ on. The last byte of
+  // what they contain is held back: write() has not reported that it took it, so that the caller
+  // comes again.
+  std::string out_;
+  size_t begin_ = 0;
+  bool isHeldBack_ = false;
+  std::unique_ptr<char[]> gathered_;  // a record's content that is in several parts
+  uint64_t records_ = 0;              // since the latest change of the key
+};
+
+class TlsSender final : public LinkSender {
+ public:
+  TlsSender(Socket socket, std::shared_ptr<TlsSocket> tls)
+      : socket_(std::move(socket)), tls_(std::move(tls)) {}
+  ssize_t write(const Span* parts, int count) override { return tls_->write(parts, count); }
+  void setAsleep(bool) override {}
+  int fd() const override { return socket_->get(); }
+
+ private:
+  Socket socket_;
+  std::shared_ptr<TlsSocket> tls_;
+};
+
+class TlsReceiver final : public LinkReceiver {
+ public:
+  TlsReceiver(Socket socket, std::shared_ptr<TlsSocket> tls)
+      : socket_(std::move(socket)), tls_(std::move(tls)) {}
+  ssize_t read(void* data, size_t bytes, bool) override { return tls_->read(data, bytes); }
+  bool maybeReadable() const override { return tls_->maybeReadable(); }
+  void lookAgain() override { tls_->onEvent(false); }
+  void onEvent(bool isClosed) override { tls_->onEvent(isClosed); }
+  void setAsleep(bool) override {}
+  int fd() const override { return socket_->get(); }
+
+ private:
+  Socket socket_;
+  std::shared_ptr<TlsSocket> tls_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,286 @@
+// transport/tcp/tls: what arrives on an encrypted socket is what was sent, or an error.
+#include "transport/tcp/tls.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "test.h"
+
+using namespace mycoll;
+
+namespace {
+
+constexpr char kSecret[] = "a secret of the job";
+
+std::shared_ptr<const Tls> tlsOf(const std::string& secret) {
+  std::shared_ptr<const Tls> tls;
+  ASSERT_OK(Tls::make(secret, &tls));
+  return tls;
+}
+
+void makePair(Fd* one, Fd* other) {
+  int sockets[2];
+  ASSERT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, sockets) == 0);
+  *one = Fd(sockets[0]);
+  *other = Fd(sockets[1]);
+}
+
+// Two encrypted sockets and, between them, somebody who reads and changes what passes.
+struct Line {
+  explicit Line(const std::string& secret = kSecret, const std::string& otherSecret = kSecret) {
+    makePair(&socket[0], &middle[0]);
+    makePair(&socket[1], &middle[1]);
+    for (const int side : {0, 1}) {
+      tls[side] = tlsOf(side == 0 ? secret : otherSecret);
+      end[side] = std::make_unique<TlsSocket>(tls[side], socket[side].get(),
+                                              /*isConnector=*/side == 0);
+    }
+  }
+
+  // What that side has sent and nobody has taken yet.
+  std::string take(int side) const {
+    std::string bytes(1 << 20, '\0');
+    const ssize_t got = recv(middle[side].get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    bytes.resize(got > 0 ? static_cast<size_t>(got) : 0);
+    return bytes;
+  }
+  // Gives bytes to that side.
+  void give(int side, const std::string& bytes) const {
+    ASSERT(::send(middle[side].get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(bytes.size()));
+  }
+  void pass() {
+    for (const int side : {0, 1}) {
+      std::string& bytes = waiting[side];
+      bytes += take(1 - side);
+      const ssize_t sent = ::send(middle[side].get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      if (sent > 0) bytes.erase(0, static_cast<size_t>(sent));
+    }
+  }
+  void shakeHands() {
+    for (int turn = 0; turn < 10; ++turn) {
+      end[0]->shakeHands();
+      end[1]->shakeHands();
+      pass();
+    }
+  }
+  // The records of a message that side 0 sends.
+  std::string sealed(const std::string& text) const {
+    const Span part{const_cast<char*>(text.data()), text.size()};
+    ASSERT(end[0]->write(&part, 1) == static_cast<ssize_t>(text.size()));
+    return take(0);
+  }
+  ssize_t read(int side, std::string* text) const {
+    text->assign(1 << 16, '\0');
+    end[side]->onEvent(false);
+    errno = 0;
+    const ssize_t got = end[side]->read(text->data(), text->size());
+    text->resize(got > 0 ? static_cast<size_t>(got) : 0);
+    return got;
+  }
+  // Whether side 1 reads an error from these bytes, and nothing else. Bytes that look like the
+  // beginning of a longer record are an error once the connection ends.
+  bool refuses(const std::string& bytes) {
+    std::string text;
+    give(1, bytes);
+    ssize_t got = read(1, &text);
+    if (got == 0) {
+      ASSERT(shutdown(middle[1].get(), SHUT_WR) == 0);
+      got = read(1, &text);
+    }
+    return got == -1 && text.empty();
+  }
+
+  Fd socket[2], middle[2];
+  std::string waiting[2];  // for room
+  std::shared_ptr<const Tls> tls[2];
+  std::unique_ptr<TlsSocket> end[2];
+};
+
+}  // namespace
+
+TEST(Tls, bytesArriveInOrder) {
+  Line line;
+  line.shakeHands();
+  ASSERT(line.end[0]->shakeHands() == TlsSocket::State::kOpen);
+  ASSERT(line.end[1]->shakeHands() == TlsSocket::State::kOpen);
+  EXPECT(line.tls[0]->describe().find("TLS 1.3 PSK, ") == 0);
+  EXPECT_EQ(line.tls[0]->describe(), line.tls[1]->describe());
+  std::mt19937 random(7);
+  for (int round = 0; round < 60; ++round) {
+    // Both directions at a time, in parts of any size; the socket takes less than that.
+    std::string sent[2], got[2];
+    size_t done[2] = {0, 0};
+    for (std::string& text : sent) {
+      text.resize(round % 3 == 0 ? random() % 2'000'000 : 1 + random() % 40'000);
+      for (char& byte : text) byte = static_cast<char>(random());
+    }
+    bool isSplit = false;
+    while (done[0] < sent[0].size() || done[1] < sent[1].size() || got[0].size() < sent[0].size() ||
+           got[1].size() < sent[1].size()) {
+      for (const int side : {0, 1}) {
+        // Any parts, but the same bytes again: as a sender of frames does.
+        const size_t left = sent[side].size() - done[side];
+        const size_t first = left == 0 ? 0 : random() % (left + 1);
+        const Span parts[2] = {{sent[side].data() + done[side], first},
+                               {sent[side].data() + done[side] + first, left - first}};
+        const ssize_t wrote = left == 0 ? 0 : line.end[side]->write(parts, 2);
+        ASSERT(wrote >= 0 && static_cast<size_t>(wrote) <= left);
+        isSplit |= static_cast<size_t>(wrote) < left;
+        done[side] += static_cast<size_t>(wrote);
+        std::string text;
+        ASSERT(line.read(1 - side, &text) >= 0);
+        got[side] += text;
+      }
+      line.pass();
+    }
+    EXPECT(got[0] == sent[0] && got[1] == sent[1]);
+    EXPECT(isSplit || round % 3 != 0 || sent[0].size() + sent[1].size() < 500'000);
+  }
+}
+
+TEST(Tls, theSecretMustBeTheSame) {
+  Line line(kSecret, "another secret of a job");
+  line.shakeHands();
+  EXPECT(line.end[0]->shakeHands() == TlsSocket::State::kFailed);
+  EXPECT(line.end[1]->shakeHands() == TlsSocket::State::kFailed);
+  EXPECT(line.end[0]->failure().find("TLS: ") == 0);
+}
+
+TEST(Tls, noDowngrade) {
+  // A client that does not encrypt, one that speaks of TLS 1.2 only, and noise.
+  std::string old;
+  {
+    Line line;
+    line.end[0]->shakeHands();
+    old = line.take(0);
+    const size_t versions = old.find(std::string("\x00\x2b\x00\x03\x02\x03\x04", 7));
+    ASSERT(versions != std::string::npos);
+    old[versions + 6] = 3;  // supported_versions: TLS 1.2
+  }
+  for (const std::string& hello :
+       {std::string("MYSCOLL1") + std::string(136, 'a'), old, std::string(300, '\x16')}) {
+    Line line;
+    line.give(1, hello);
+    EXPECT(line.end[1]->shakeHands() == TlsSocket::State::kFailed);
+  }
+  // A server that does not encrypt.
+  Line line;
+  line.end[0]->shakeHands();
+  line.give(0, std::string(80, 'a'));
+  EXPECT(line.end[0]->shakeHands() == TlsSocket::State::kFailed);
+}
+
+TEST(Tls, everyFlippedBitIsFound) {
+  const std::string text = "forty-two";
+  size_t bits = 8;
+  for (size_t bit = 0; bit < bits; ++bit) {
+    Line line;
+    line.shakeHands();
+    std::string record = line.sealed(text);
+    bits = 8 * record.size();
+    record[bit / 8] ^= static_cast<char>(1 << bit % 8);
+    if (!line.refuses(record)) EXPECT_EQ(bit, ~size_t{0});
+  }
+  EXPECT(bits >= 8 * (text.size() + 5 + 16));
+  // Unless it is changed, it is read.
+  Line line;
+  line.shakeHands();
+  line.give(1, line.sealed(text));
+  std::string got;
+  EXPECT_EQ(line.read(1, &got), static_cast<ssize_t>(text.size()));
+  EXPECT_EQ(got, text);
+}
+
+TEST(Tls, everyFlippedBitOfTheHandshakeIsFound) {
+  // Also in the flights of the server and of the client that answers it.
+  size_t bits[3] = {8, 8, 8};
+  for (const int flight : {0, 1, 2}) {
+    for (size_t bit = 0; bit < bits[flight]; bit += flight == 0 ? 7 : 3) {
+      Line line;
+      for (int turn = 0; turn <= flight; ++turn) {
+        const int side = turn % 2;
+        line.end[side]->shakeHands();
+        std::string bytes = line.take(side);
+        bits[turn] = 8 * bytes.size();
+        if (turn == flight && bit < 8 * bytes.size()) {
+          bytes[bit / 8] ^= static_cast<char>(1 << bit % 8);
+        }
+        line.give(1 - side, bytes);
+      }
+      line.shakeHands();
+      // The handshake fails; or, where a bit means nothing (RFC 8446, 5.1: the version in the
+      // header of a record), it has not changed what both agree on.
+      const bool isOpen = line.end[0]->shakeHands() == TlsSocket::State::kOpen &&
+                          line.end[1]->shakeHands() == TlsSocket::State::kOpen;
+      if (!isOpen) continue;
+      line.give(1, line.sealed("hello"));
+      std::string got;
+      EXPECT_EQ(line.read(1, &got), 5);
+      EXPECT_EQ(got, "hello");
+    }
+  }
+}
+
+TEST(Tls, recordsOfAnotherPlaceAreRefused) {
+  const auto with =
+      [](const std::function<std::string(Line&, const std::string&, const std::string&)>& change) {
+        Line line;
+        line.shakeHands();
+        const std::string first = line.sealed("first"), second = line.sealed("second");
+        return line.refuses(change(line, first, second));
+      };
+  // Dropped, swapped.
+  EXPECT(with([](Line&, const std::string&, const std::string& second) { return second; }));
+  EXPECT(with(
+      [](Line&, const std::string& first, const std::string& second) { return second + first; }));
+  // Repeated.
+  Line line;
+  line.shakeHands();
+  const std::string record = line.sealed("first");
+  line.give(1, record);
+  std::string got;
+  EXPECT_EQ(line.read(1, &got), 5);
+  EXPECT(line.refuses(record));
+  // Of another connection with the same key, and of the other direction.
+  Line other;
+  other.shakeHands();
+  EXPECT(
+      with([&](Line&, const std::string&, const std::string&) { return other.sealed("first"); }));
+  Line reflected;
+  reflected.shakeHands();
+  const Span part{const_cast<char*>("first"), 5};
+  EXPECT_EQ(reflected.end[1]->write(&part, 1), 5);
+  EXPECT(reflected.refuses(reflected.take(1)));
+  // The beginning of a recorded session.
+  Line recorded, now;
+  recorded.end[0]->shakeHands();
+  const std::string hello = recorded.take(0);
+  recorded.give(1, hello);
+  recorded.end[1]->shakeHands();
+  recorded.give(0, recorded.take(1));
+  recorded.end[0]->shakeHands();
+  const std::string rest = recorded.take(0) + recorded.sealed("first");
+  now.give(1, hello);
+  EXPECT(now.end[1]->shakeHands() == TlsSocket::State::kShakingHands);
+  now.give(1, rest);
+  EXPECT(now.end[1]->shakeHands() == TlsSocket::State::kFailed);
+}
+
+TEST(Tls, theEndOfTheStreamIsReported) {
+  Line line;
+  line.shakeHands();
+  line.give(1, line.sealed("last"));
+  ASSERT(shutdown(line.middle[1].get(), SHUT_WR) == 0);
+  std::string got;
+  EXPECT_EQ(line.read(1, &got), 4);
+  EXPECT_EQ(line.read(1, &got), -1);
+  EXPECT_EQ(errno, 0);
+}

@@ -474,16 +474,18 @@ on_all(body)
     )
 
 
-def test_who_asks_for_encryption_keeps_gloo() -> None:
+def test_encryption_needs_its_files() -> None:
+    """test_encryption.py has them."""
     run(
         """
-        import contextlib
         from mycoll import _gloo
-        assert not _gloo.is_replaced()
-        with warnings.catch_warnings(record=True) as seen, contextlib.suppress(RuntimeError):
-            warnings.simplefilter("always")
-            dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # there are no certificates
-        assert "asks for encryption" in str(seen[0].message), seen
+        assert _gloo.is_replaced()
+        try:
+            dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        except (RuntimeError, ValueError) as error:
+            assert "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT: '' cannot be used" in str(error), error
+        else:
+            raise AssertionError("it was made without a certificate")
         """,
         GLOO_DEVICE_TRANSPORT="TCP_TLS",
     )

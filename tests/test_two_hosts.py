@@ -183,6 +183,24 @@ def test_a_rank_dies_on_one_of_two_hosts(fresh, mycoll_only, hosts, victim, nume
         assert seen.seconds < SUITE_PATIENCE / 2, seen
 
 
+def has_another_secret(ctx: Ctx, names: tuple[str, str], odd: int, paths: list[str]) -> Seen:
+    os.environ["MYCOLL_ENCRYPT"] = "1"
+    os.environ["MYCOLL_SECRET_FILE"] = paths[ctx.rank == odd]
+    return attempt(lambda: begin(ctx, names))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_another_secret_on_one_of_two_hosts(fresh, mycoll_only, hosts, tmp_path, odd):
+    """With encryption. All ranks report it, those of both hosts."""
+    paths = [tmp_path / "right", tmp_path / "wrong"]
+    for path in paths:
+        path.write_text(path.name * 8)
+    world = fresh(4, init=False)
+    for seen in world.run(has_another_secret, hosts, odd, [str(path) for path in paths]):
+        assert "must be the same everywhere" in seen.text, seen
+        assert seen.seconds < SUITE_PATIENCE / 2, seen
+
+
 def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
     enter(names[ctx.rank])
     try:

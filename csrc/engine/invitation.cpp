@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/sanitize.h"
+#include "base/secret.h"
 #include "base/sha256.h"
-#include "transport/handshake.h"
 #include "transport/mesh.h"
 
 namespace mycoll {

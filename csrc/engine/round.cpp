@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/sanitize.h"
+#include "base/secret.h"
 #include "kernels/reduce.h"
 #include "transport/mesh.h"
 

@@ -7,10 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 
-#include "base/env.h"
 #include "transport/peer.h"
 #include "transport/shm/link.h"
 
@@ -24,28 +21,7 @@ std::string transcript(const char* role, const Hello& hello, const uint8_t nonce
   return text;
 }
 
-std::string textOf(const Digest& digest) {
-  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
-}
-
 }  // namespace
-
-Status secretOf(const std::string& text, std::string* secret) {
-  MYCOLL_RETURN_IF_ERROR(Env::check());
-  const std::string& path = Env::process().secretFile;
-  if (path.empty()) {
-    *secret = textOf(sha256(text));
-    return Status();
-  }
-  std::ifstream file(path, std::ios::binary);
-  const std::string key((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (key.size() < 16) {
-    return Status(Code::kInvalidArgument,
-                  "MYCOLL_SECRET_FILE: '" + path + "' cannot be read, or is shorter than 16 bytes");
-  }
-  *secret = textOf(hmacSha256(key, text));
-  return Status();
-}
 
 uint64_t idOf(const Proof& proof) {
   uint64_t id;

@@ -105,10 +105,6 @@ Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
-// The secret that every rank of a job can make of this text: with MYCOLL_SECRET_FILE, only those
-// that have the file can make it.
-Status secretOf(const std::string& text, std::string* secret);
-
 // The socket of a handshake.
 struct HandshakeSocket {
   int fd = -1;

@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _compat, _gloo, _leaving, objects
 from mycoll._log import log
-from mycoll._native import native, nccl_wheel
+from mycoll._native import ENCRYPT, native, nccl_wheel
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     log.info(f"mycoll {__version__}: group '{group.group_id}', {place}, timeout {group.timeout}")
     group.store = store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
-        if os.environ.get("MYCOLL_ENCRYPT", "") not in ("", "0"):
-            raise ValueError("MYCOLL_ENCRYPT=1 needs mycoll's engine: CPU tensors are to go over gloo")
+        if os.environ.get(ENCRYPT, "") not in ("", "0"):
+            raise ValueError(f"{ENCRYPT}=1 needs mycoll's engine, and this group is to be gloo's")
         _compat.install()
         return _gloo.create(group)
 

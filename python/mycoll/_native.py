@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAME = "mycoll"  # of the backend
 REPLACE = "MYCOLL_REPLACE"  # "gloo": mycoll takes gloo's place (replace.py)
+ENCRYPT = "MYCOLL_ENCRYPT"
 CPU = "MYCOLL_CPU"  # "gloo": torch's gloo takes the engine's place (_gloo.py)
 
 _failure: Exception | None = None

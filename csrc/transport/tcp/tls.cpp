@@ -8,7 +8,8 @@
 #include <new>
 #include <utility>
 
-#include "transport/handshake.h"
+#include "base/secret.h"
+#include "base/sha256.h"
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>

@@ -1,9 +1,9 @@
 // Runner: executes a group's collectives, one after the other: in the arena if all ranks share a
 // host, else by plans. The first collective decides which of the two.
 //
-// Thread contract: transport(), encryption(), arena() and the counts [any thread]; all else is called by the
-// thread that holds the queue's run lock.
-// Lifetime: owned by its communicator, as are the parts that it refers to; tasks do not outlive it.
+// Thread contract: transport(), encryption(), arena() and the counts [any thread]; all else is
+// called by the thread that holds the queue's run lock. Lifetime: owned by its communicator, as are
+// the parts that it refers to; tasks do not outlive it.
 #pragma once
 
 #include <atomic>

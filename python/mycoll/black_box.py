@@ -122,7 +122,7 @@ class Group:
 
     @property
     def encryption(self) -> str:
-        """How bytes between hosts are encrypted; empty if they are not, or before the first call."""
+        """How bytes between hosts are encrypted; empty: they are not, or nothing was called."""
         return self.transport.partition(", encrypted: ")[2]
 
     @property

@@ -44,11 +44,12 @@ struct Counter final : LinkTap {
   int links = 0;
 };
 
-MeshOptions optionsFor(bool isUnix, std::shared_ptr<LinkTap> tap) {
+MeshOptions optionsFor(bool isUnix, bool isTls, std::shared_ptr<LinkTap> tap) {
   MeshOptions options;
   options.transport = isUnix ? TransportChoice::kShm : TransportChoice::kTcp;
   options.storeHost = "127.0.0.1";
   options.tap = std::move(tap);
+  if (isTls) ASSERT_OK(Tls::make("a secret of the job", &options.tls));
   return options;
 }
 
@@ -73,8 +74,8 @@ std::string strangerUid() {
 
 // An mesh that serves: a group with a rank that is not there, and others as they come.
 struct Server {
-  explicit Server(bool isUnix) : isUnix(isUnix) {
-    ASSERT_OK(Mesh::create(optionsFor(isUnix, counter), &mesh));
+  Server(bool isUnix, bool isTls) : isUnix(isUnix), isTls(isTls) {
+    ASSERT_OK(Mesh::create(optionsFor(isUnix, isTls, counter), &mesh));
     stranger.uid = strangerUid();
     join();
   }
@@ -121,7 +122,7 @@ struct Server {
     ++visits;
     std::shared_ptr<Mesh> visitor;
     test::Listener listeners[2];
-    ASSERT_OK(Mesh::create(optionsFor(isUnix, nullptr), &visitor));
+    ASSERT_OK(Mesh::create(optionsFor(isUnix, isTls, nullptr), &visitor));
     std::vector<PeerAddress> peers = {visitor->address(), mesh->address()};
     auto theirs = listeners[0].join(visitor, groupOf(kContext + visits, 0, peers));
     // Its process, which is this one, is not to be watched: that would take a descriptor for good.
@@ -142,7 +143,7 @@ struct Server {
     return receiving.isDone() && receiving.status().ok() && got == value;
   }
 
-  const bool isUnix;
+  const bool isUnix, isTls;
   const std::shared_ptr<Counter> counter = std::make_shared<Counter>();
   test::Listener listener;
   std::shared_ptr<Mesh> mesh;
@@ -270,6 +271,7 @@ void record(Server& server) {
   const Script good = Script::parse("as connector knowing\nhello\nproof");
   Script script = good;
   script.isUnix = server.isUnix;
+  script.isTls = server.isTls;
   Connector connector(server, script);
   connector.play();
   ASSERT(connector.deserves());
@@ -292,7 +294,7 @@ class Acceptor {
     stranger.uid = strangerUid();
     Fd service;
     std::shared_ptr<Mesh> mesh;
-    ASSERT_OK(Mesh::create(optionsFor(script.isUnix, counter), &mesh));
+    ASSERT_OK(Mesh::create(optionsFor(script.isUnix, script.isTls, counter), &mesh));
     if (script.isUnix) {
       ASSERT_OK(listenUnix(stranger.uid, &service));
       stranger.hostIdentity = mesh->address().hostIdentity;
@@ -352,7 +354,7 @@ class Acceptor {
 }  // namespace
 
 TEST(Fuzz, handshakes) {
-  Server servers[2] = {Server(false), Server(true)};
+  Server servers[3] = {Server(false, false), Server(true, false), Server(false, true)};
   for (Server& server : servers) {
     record(server);
     ASSERT(server.serves());
@@ -367,7 +369,7 @@ TEST(Fuzz, handshakes) {
     if (!script.isConnector) {
       Acceptor().play(script);
     } else {
-      Server& server = servers[script.isUnix];
+      Server& server = servers[script.isTls ? 2 : script.isUnix];
       const int links = server.counter->links;
       auto connector = std::make_unique<Connector>(server, script);
       connector->play();
@@ -389,7 +391,7 @@ TEST(Fuzz, handshakes) {
       }
       if (silent.size() > 200) silent.erase(silent.begin(), silent.begin() + 100);
     }
-    if (runs % 100 == 0) EXPECT(servers[runs / 100 % 2].serves());
+    if (runs % 100 == 0) EXPECT(servers[runs / 100 % 3].serves());
     if (runs == 300) resident = residentMiB();
   });
   if (std::getenv("FUZZ_SEED") == nullptr) EXPECT(accepted > 0);

@@ -5,7 +5,8 @@
 //   hello flip:803                      a good Hello with bit 803 turned
 //   proof memory:short slow             a good Proof, byte by byte, with memory of a wrong size
 //
-// First line: "as connector" or "as acceptor", "over tcp" or "over unix", "knowing" or "guessing".
+// First line: "as connector" or "as acceptor", "over tcp", "over tls" or "over
+//             unix", "knowing" or "guessing".
 // Lines: hello, challenge, proof, verdict: a good message, as far as the peer knows the secret;
 //        recorded-hello, recorded-proof:   of a good handshake in the past;
 //        reflected:                        a Proof with the HMAC that we have just sent;
@@ -55,6 +56,7 @@ struct Line {
 struct Script {
   bool isConnector = true;
   bool isUnix = false;
+  bool isTls = false;  // all lines are said inside of an encrypted connection
   bool isKnowing = false;
   std::vector<Line> lines;
 
@@ -79,6 +81,7 @@ struct Script {
         for (const std::string& word : words) {
           if (word == "acceptor") result.isConnector = false;
           if (word == "unix") result.isUnix = true;
+          if (word == "tls") result.isTls = true;
           if (word == "knowing") result.isKnowing = true;
         }
         continue;
@@ -113,6 +116,7 @@ inline std::string inventScript(std::mt19937& random) {
   };
   auto number = [&](uint64_t below) { return std::to_string(random() % below); };
   const bool isConnector = random() % 3 != 0, isUnix = random() % 2 == 0;
+  const bool isTls = !isUnix && random() % 2 == 0;
   std::vector<std::string> lines;
   if (isConnector) {
     lines = {any("hello", "hello", "hello", "recorded-hello"),
@@ -151,7 +155,10 @@ inline std::string inventScript(std::mt19937& random) {
     default: break;
   }
   std::string text = std::string("as ") + (isConnector ? "connector" : "acceptor") + " over " +
-                     (isUnix ? "unix" : "tcp") + (random() % 2 ? " knowing" : " guessing");
+                     (isUnix  ? "unix"
+                      : isTls ? "tls"
+                              : "tcp") +
+                     (random() % 2 ? " knowing" : " guessing");
   for (const std::string& line : lines) text += "\n" + line;
   return text + "\n";
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -31,6 +32,10 @@ class Wire {
   Wire(Fd socket, std::shared_ptr<Mesh> other, const Script& script)
       : socket_(std::move(socket)), other_(std::move(other)), script_(script) {
     mycoll::tuneSocket(socket_.get(), 10);  // single bytes leave at once
+    if (!script.isTls) return;
+    using State = mycoll::TlsSocket::State;
+    tls_.emplace(other_->options().tls, socket_.get(), script.isConnector);
+    ASSERT(turnUntil([&] { return tls_->shakeHands() == State::kOpen; }));
   }
 
   void turn(int times = 20) {
@@ -47,8 +52,8 @@ class Wire {
   bool read(void* data, size_t bytes) {
     auto* into = static_cast<char*>(data);
     for (int patience = 0; bytes > 0 && patience < kPatience; ++patience) {
-      const ssize_t got = recv(socket_.get(), into, bytes, MSG_DONTWAIT);
-      if (got == 0 || (got < 0 && errno != EAGAIN)) return false;
+      const ssize_t got = receive(into, bytes);
+      if (got < 0) return false;
       if (got > 0) {
         into += got;
         bytes -= static_cast<size_t>(got);
@@ -73,8 +78,10 @@ class Wire {
     }
     while (done < bytes.size()) {
       const size_t piece = line.isSlow ? 1 : bytes.size() - done;
+      const mycoll::Span part{const_cast<char*>(bytes.data()) + done, piece};
       const ssize_t wrote =
-          ::send(socket_.get(), bytes.data() + done, piece, MSG_DONTWAIT | MSG_NOSIGNAL);
+          tls_ ? tls_->write(&part, 1)
+               : ::send(socket_.get(), part.data, piece, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (wrote <= 0) break;  // they have had enough, or their buffer is full
       done += static_cast<size_t>(wrote);
       turn(line.isSlow ? 1 : 2);
@@ -105,14 +112,28 @@ class Wire {
     return true;
   }
 
-  void hangUp() { socket_.reset(); }
+  void hangUp() {
+    tls_.reset();
+    socket_.reset();
+  }
 
   std::string said;  // all that was sent
   // Long enough for a mesh without links to look at its listeners, which it does rarely.
   static constexpr int kPatience = 1200;
 
  protected:
+  // 0: nothing now; -1: nothing any more.
+  ssize_t receive(void* into, size_t bytes) {
+    if (tls_) {
+      tls_->onEvent(false);
+      return tls_->read(into, bytes);
+    }
+    const ssize_t got = recv(socket_.get(), into, bytes, MSG_DONTWAIT);
+    return got > 0 ? got : got < 0 && errno == EAGAIN ? 0 : -1;
+  }
+
   Fd socket_;
+  std::optional<mycoll::TlsSocket> tls_;
   std::shared_ptr<Mesh> other_;
   const Script& script_;
 };

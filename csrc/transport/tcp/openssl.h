@@ -37,58 +37,61 @@ constexpr int kBioRetryRead = 1 | 8, kBioRetryFlags = 15;
 constexpr int kBioSourceSink = 0x0400;
 constexpr uint64_t kNoAtExit = 0x00080000;
 
+// The result, name and parameters of each function.
+#define MYCOLL_OPENSSL_FUNCTIONS(FUNCTION)                                           \
+  FUNCTION(unsigned long, OpenSSL_version_num, ())                                   \
+  FUNCTION(const char*, OpenSSL_version, (int))                                      \
+  FUNCTION(int, OPENSSL_init_ssl, (uint64_t, const void*))                           \
+  FUNCTION(void, ERR_clear_error, ())                                                \
+  FUNCTION(unsigned long, ERR_peek_error, ())                                        \
+  FUNCTION(const char*, ERR_reason_error_string, (unsigned long))                    \
+  FUNCTION(BioMethod*, BIO_meth_new, (int, const char*))                             \
+  FUNCTION(int, BIO_meth_set_write, (BioMethod*, int (*)(Bio*, const char*, int)))   \
+  FUNCTION(int, BIO_meth_set_read, (BioMethod*, int (*)(Bio*, char*, int)))          \
+  FUNCTION(int, BIO_meth_set_ctrl, (BioMethod*, long (*)(Bio*, int, long, void*)))   \
+  FUNCTION(Bio*, BIO_new, (const BioMethod*))                                        \
+  FUNCTION(void, BIO_set_init, (Bio*, int))                                          \
+  FUNCTION(void, BIO_set_data, (Bio*, void*))                                        \
+  FUNCTION(void*, BIO_get_data, (Bio*))                                              \
+  FUNCTION(void, BIO_set_flags, (Bio*, int))                                         \
+  FUNCTION(void, BIO_clear_flags, (Bio*, int))                                       \
+  FUNCTION(const Method*, TLS_method, ())                                            \
+  FUNCTION(Context*, SSL_CTX_new, (const Method*))                                   \
+  FUNCTION(void, SSL_CTX_free, (Context*))                                           \
+  FUNCTION(long, SSL_CTX_ctrl, (Context*, int, long, void*))                         \
+  FUNCTION(int, SSL_CTX_set_ciphersuites, (Context*, const char*))                   \
+  FUNCTION(int, SSL_CTX_set_num_tickets, (Context*, size_t))                         \
+  FUNCTION(void, SSL_CTX_set_default_read_buffer_len, (Context*, size_t))            \
+  FUNCTION(void, SSL_CTX_set_psk_client_callback, (Context*, PskClient))             \
+  FUNCTION(void, SSL_CTX_set_psk_server_callback, (Context*, PskServer))             \
+  FUNCTION(void, SSL_CTX_set_verify, (Context*, int, void*))                         \
+  FUNCTION(int, SSL_CTX_use_PrivateKey_file, (Context*, const char*, int))           \
+  FUNCTION(int, SSL_CTX_use_certificate_chain_file, (Context*, const char*))         \
+  FUNCTION(int, SSL_CTX_check_private_key, (const Context*))                         \
+  FUNCTION(int, SSL_CTX_load_verify_locations, (Context*, const char*, const char*)) \
+  FUNCTION(Ssl*, SSL_new, (Context*))                                                \
+  FUNCTION(void, SSL_free, (Ssl*))                                                   \
+  FUNCTION(int, SSL_set_ex_data, (Ssl*, int, void*))                                 \
+  FUNCTION(void*, SSL_get_ex_data, (const Ssl*, int))                                \
+  FUNCTION(void, SSL_set_bio, (Ssl*, Bio*, Bio*))                                    \
+  FUNCTION(int, SSL_set_session_id_context, (Ssl*, const unsigned char*, unsigned))  \
+  FUNCTION(void, SSL_set_connect_state, (Ssl*))                                      \
+  FUNCTION(void, SSL_set_accept_state, (Ssl*))                                       \
+  FUNCTION(int, SSL_do_handshake, (Ssl*))                                            \
+  FUNCTION(int, SSL_session_reused, (const Ssl*))                                    \
+  FUNCTION(int, SSL_read, (Ssl*, void*, int))                                        \
+  FUNCTION(int, SSL_write, (Ssl*, const void*, int))                                 \
+  FUNCTION(int, SSL_get_error, (const Ssl*, int))                                    \
+  FUNCTION(int, SSL_key_update, (Ssl*, int))                                         \
+  FUNCTION(const Cipher*, SSL_get_current_cipher, (const Ssl*))                      \
+  FUNCTION(const char*, SSL_CIPHER_get_name, (const Cipher*))
+
 struct Library {
   static Status load(const Library** result);
 
-  unsigned long (*OpenSSL_version_num)();
-  const char* (*OpenSSL_version)(int);
-  int (*OPENSSL_init_ssl)(uint64_t, const void*);
-  void (*ERR_clear_error)();
-  unsigned long (*ERR_peek_error)();
-  const char* (*ERR_reason_error_string)(unsigned long);
-
-  BioMethod* (*BIO_meth_new)(int, const char*);
-  int (*BIO_meth_set_write)(BioMethod*, int (*)(Bio*, const char*, int));
-  int (*BIO_meth_set_read)(BioMethod*, int (*)(Bio*, char*, int));
-  int (*BIO_meth_set_ctrl)(BioMethod*, long (*)(Bio*, int, long, void*));
-  Bio* (*BIO_new)(const BioMethod*);
-  void (*BIO_set_init)(Bio*, int);
-  void (*BIO_set_data)(Bio*, void*);
-  void* (*BIO_get_data)(Bio*);
-  void (*BIO_set_flags)(Bio*, int);
-  void (*BIO_clear_flags)(Bio*, int);
-
-  const Method* (*TLS_method)();
-  Context* (*SSL_CTX_new)(const Method*);
-  void (*SSL_CTX_free)(Context*);
-  long (*SSL_CTX_ctrl)(Context*, int, long, void*);
-  int (*SSL_CTX_set_ciphersuites)(Context*, const char*);
-  int (*SSL_CTX_set_num_tickets)(Context*, size_t);
-  void (*SSL_CTX_set_default_read_buffer_len)(Context*, size_t);
-  void (*SSL_CTX_set_psk_client_callback)(Context*, PskClient);
-  void (*SSL_CTX_set_psk_server_callback)(Context*, PskServer);
-  void (*SSL_CTX_set_verify)(Context*, int, void*);
-  int (*SSL_CTX_use_PrivateKey_file)(Context*, const char*, int);
-  int (*SSL_CTX_use_certificate_chain_file)(Context*, const char*);
-  int (*SSL_CTX_check_private_key)(const Context*);
-  int (*SSL_CTX_load_verify_locations)(Context*, const char*, const char*);
-
-  Ssl* (*SSL_new)(Context*);
-  void (*SSL_free)(Ssl*);
-  int (*SSL_set_ex_data)(Ssl*, int, void*);
-  void* (*SSL_get_ex_data)(const Ssl*, int);
-  void (*SSL_set_bio)(Ssl*, Bio*, Bio*);
-  int (*SSL_set_session_id_context)(Ssl*, const unsigned char*, unsigned);
-  void (*SSL_set_connect_state)(Ssl*);
-  void (*SSL_set_accept_state)(Ssl*);
-  int (*SSL_do_handshake)(Ssl*);
-  int (*SSL_session_reused)(const Ssl*);
-  int (*SSL_read)(Ssl*, void*, int);
-  int (*SSL_write)(Ssl*, const void*, int);
-  int (*SSL_get_error)(const Ssl*, int);
-  int (*SSL_key_update)(Ssl*, int);
-  const Cipher* (*SSL_get_current_cipher)(const Ssl*);
-  const char* (*SSL_CIPHER_get_name)(const Cipher*);
+#define FUNCTION(Result, name, parameters) Result(*name) parameters = nullptr;
+  MYCOLL_OPENSSL_FUNCTIONS(FUNCTION)
+#undef FUNCTION
 };
 
 }  // namespace mycoll::openssl

@@ -236,6 +236,7 @@ bool TlsSocket::flush() {
 
 ssize_t TlsSocket::write(const Span* parts, int count) {
   if (!flush()) return error_ == 0 ? 0 : (errno = error_, -1);
+  library_.ERR_clear_error();
   size_t total = 0;
   for (int i = 0; i < count; ++i) total += parts[i].bytes;
   size_t taken = std::exchange(isHeldBack_, false) ? 1 : 0;
@@ -261,7 +262,6 @@ ssize_t TlsSocket::write(const Span* parts, int count) {
       records_ = 0;
       library_.SSL_key_update(ssl_, openssl::kKeyUpdateNotRequested);
     }
-    library_.ERR_clear_error();
     if (library_.SSL_write(ssl_, content, static_cast<int>(bytes)) != static_cast<int>(bytes)) {
       errno = EBADMSG;  // after a failure of read()
       return -1;
@@ -276,8 +276,8 @@ ssize_t TlsSocket::write(const Span* parts, int count) {
 
 ssize_t TlsSocket::read(void* data, size_t bytes) {
   size_t done = 0;
+  library_.ERR_clear_error();
   while (done < bytes && hasMore_) {
-    library_.ERR_clear_error();
     const size_t most = std::min(bytes - done, kRecordBytes);
     const int got =
         library_.SSL_read(ssl_, static_cast<char*>(data) + done, static_cast<int>(most));

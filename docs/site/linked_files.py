@@ -1,7 +1,8 @@
 """A hook of mkdocs.yml: what pages link to outside of docs/ becomes part of the site.
 
-In the site, files of docs/ are at the top, and all others have their path in the repository. Sources become pages that
-show them. So a link that works on a code host works in the site, and `mkdocs build --strict` reports those that do not.
+In the site, files of docs/ are at the top, and all others have their path in the repository.
+Sources become pages that show them. So a link that works on a code host works in the site, and
+`mkdocs build --strict` reports those that do not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fills docs/api.md with the signatures and docstrings of the public names.
 
-`./dev python docs/site/reference.py` writes what belongs between each `<!-- docstring: NAME -->` and the next
-`<!-- end -->`; with --check it only says whether something has changed, with exit code 1. Types come from the sources
-(_C.pyi for compiled names), docstrings from the sources or from the compiled module.
+`./dev python docs/site/reference.py` writes what belongs between each `<!-- docstring: NAME -->`
+and the next `<!-- end -->`. With --check it changes nothing: its exit code is 1 if the page is not
+up to date. Signatures come from the sources (_C.pyi for compiled names), docstrings from the
+modules.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/mycoll"
 PAGE = ROOT / "docs/api.md"
 MARKED = re.compile(r"(<!-- docstring: (\S+) -->\n).*?(<!-- end -->)", re.S)
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example:):\n((?:(?:    .*)?(?:\n|\Z))+)", re.M)
+SECTION = re.compile(
+    r"^(Args|Attributes|Returns|Raises|Example):?:\n((?:(?:    .*)?(?:\n|\Z))+)", re.M
+)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -46,14 +49,16 @@ def entries(section: str) -> dict[str, str]:
 def parse(docstring: str) -> Docstring:
     """Takes a docstring apart; of a compiled function it begins with pybind11's signature."""
     docstring = inspect.cleandoc(re.sub(r"\A\w+\(.*\) -> .*\n", "", docstring))
-    sections = {name: textwrap.dedent(text).strip("\n") for name, text in SECTION.findall(docstring)}
+    sections = {
+        name: textwrap.dedent(text).strip("\n") for name, text in SECTION.findall(docstring)
+    }
     return Docstring(
         SECTION.split(docstring)[0].strip(),
         entries(sections.get("Args", "")),
         entries(sections.get("Attributes", "")),
         " ".join(sections.get("Returns", "").split()),
         entries(sections.get("Raises", "")),
-        sections.get("Example:", ""),
+        sections.get("Example", ""),
     )
 
 
@@ -64,25 +69,35 @@ def source(module: str) -> dict[str, ast.stmt]:
     return {each.name: each for each in ast.parse(path.read_text()).body if hasattr(each, "name")}
 
 
+def parameters(arguments: ast.arguments) -> list[str]:
+    """The parameters as they are written in a call of `def`; private constants as `...`."""
+
+    def shown(each: ast.arg, default: ast.expr | None) -> str:
+        value = "" if default is None else re.sub(r"\b_[A-Z]+\b", "...", ast.unparse(default))
+        return f"{each.arg}: {ast.unparse(each.annotation)}" + (f" = {value}" if value else "")
+
+    missing = [None] * (len(arguments.args) - len(arguments.defaults))
+    found = [
+        shown(*each) if each[0].annotation else each[0].arg  # self
+        for each in zip(arguments.args, missing + arguments.defaults, strict=True)
+    ]
+    if arguments.vararg:
+        found.append("*" + shown(arguments.vararg, None))
+    elif arguments.kwonlyargs:
+        found.append("*")
+    found += map(shown, arguments.kwonlyargs, arguments.kw_defaults)
+    return found + ([f"**{shown(arguments.kwarg, None)}"] if arguments.kwarg else [])
+
+
 def signature(name: str, function: ast.FunctionDef, is_method: bool) -> str:
     """How to call the function: on one line if it fits."""
-    arguments = ast.parse(ast.unparse(function.args).join(["def f(", "): ..."])).body[0].args  # a copy
-    if is_method:
-        del arguments.args[0]
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    if function.name == "__init__":
-        returns = ""
-    one = f"{name}({ast.unparse(arguments)}){returns}"
+    parts = parameters(function.args)[1 if is_method else 0 :]
+    is_init = function.name == "__init__"
+    returns = "" if is_init or not function.returns else f" -> {ast.unparse(function.returns)}"
+    one = f"{name}({', '.join(parts)}){returns}"
     if len(one) <= 100:
         return one
-    parts, depth, start = [], 0, 0
-    inside = ast.unparse(arguments) + ","
-    for at, letter in enumerate(inside):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append(inside[start : at + 1].strip())
-            start = at + 1
-    return "\n".join([f"{name}(", *(f"    {part}" for part in parts), f"){returns}"])
+    return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){returns}"])
 
 
 def table(head: str, rows: dict[str, str]) -> list[str]:
@@ -121,12 +136,14 @@ def describe_class(name: str, thing: Any, node: ast.ClassDef) -> list[str]:
     names = [each.name for each in functions if is_property(each) and each.name[0] != "_"]
     names += [each.target.id for each in node.body if isinstance(each, ast.AnnAssign)]
     attributes = {each: parse(inspect.getdoc(getattr(thing, each)) or "").text for each in names}
-    doc.attributes = {each: " ".join(text.split()) for each, text in attributes.items()} | doc.attributes
+    doc.attributes = {
+        each: " ".join(text.split()) for each, text in attributes.items()
+    } | doc.attributes
     parts = []
     for each in functions:
         if each.name == "__init__":
-            if not doc.args:
-                doc.args = parse(inspect.getdoc(thing.__init__) or "").args
+            doc.args = doc.args or parse(inspect.getdoc(thing.__init__) or "").args
+            doc.attributes = {k: v for k, v in doc.attributes.items() if k not in doc.args}
             parts.append(code(signature(name, each, is_method=True)))
     parts += show(doc)
     for each in methods:
@@ -141,9 +158,12 @@ def describe(name: str) -> str:
     import mycoll
 
     short = name.removeprefix("mycoll.")
-    thing = getattr(mycoll, short)
-    module = getattr(thing, "__module__", "mycoll").removeprefix("mycoll").lstrip(".") or "__init__"
-    if short in source("_C"):
+    thing = getattr(mycoll, short, None)
+    if short == "Options.nccl":
+        short, thing = "NcclOptions", type(mycoll.Options().nccl)
+    module = str(thing.__module__)
+    module = module.removeprefix("mycoll.") if module.startswith("mycoll.") else "__init__"
+    if short not in source(module):  # ArgumentError, and what is torch's own from torch 2.14 on
         module = "_C"
     node = source(module)[short]
     parts = [f"### `{name}`"]
@@ -159,7 +179,9 @@ def describe(name: str) -> str:
 def main() -> int:
     """Writes the page, or checks it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit code 1 if the page is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="exit code 1 if the page is not up to date"
+    )
     is_check = parser.parse_args().check
     now = PAGE.read_text()
     page = MARKED.sub(lambda each: f"{each[1]}\n{describe(each[2])}\n\n{each[3]}", now)

@@ -108,6 +108,17 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in anchors(there), target
 
 
+def test_every_page_can_be_found() -> None:
+    """In the site's navigation, and from docs/README.md."""
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = set(re.findall(r": (\S+\.md)$", nav, re.M))
+    assert pages <= named
+    assert all((ROOT / "docs" / each).exists() or (ROOT / each).exists() for each in named)
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs/README.md").read_text()))
+    assert pages - {"README.md"} == linked
+
+
 # --- README ---------------------------------------------------------------------------------------
 
 

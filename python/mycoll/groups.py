@@ -95,7 +95,7 @@ class Endpoint:
 
     Args:
         name: The same on all ranks; it appears in messages.
-        timeout: Of the operations of the groups, unless form() is given options.
+        timeout: The longest time of an operation of its groups, unless form() is given options.
         store: Nothing is stored in it. As in init_process_group, its host decides which network
             interface is used; without it, MYCOLL_SOCKET_IFNAME or the first interface.
 
@@ -121,9 +121,9 @@ class Endpoint:
 
     @property
     def handle(self) -> str:
-        """What the others need to reach this process; the same for all groups. It is a secret: a
-        process that has the handles of a group can read its data, unless MYCOLL_SECRET_FILE is set.
-        """
+        """The text that others need to reach this process, the same for all groups. It is a secret:
+        a process that has the handles of a group can read its data, unless MYCOLL_SECRET_FILE is
+        set."""
         return self._native.handle  # type: ignore[no-any-return]
 
     def form(

@@ -109,7 +109,7 @@ def step(number: int, of: int, title: str, spent: float) -> str:
     Args:
         number: How many cases have been measured.
         of: How many there are.
-        title: Of the next one.
+        title: The title of the next one.
         spent: Seconds that the measured ones have taken.
     """
     about = f", about {show_seconds(spent / number * (of - number))} left" if number else ""

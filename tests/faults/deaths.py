@@ -146,7 +146,7 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
                     judge.sample = f"{seen.kind}: {seen.text}"
     if unknown:
         judge.notes.append(
-            f"{unknown} of {points} points: before it had identified itself; reported at the timeout"
+            f"{unknown} of {points} points: before it had identified itself: at the timeout"
         )
     judge.expect(late == 0, f"{late} of {points} points: only at the timeout of {timeout:.0f} s")
     return judge.outcome()

@@ -72,14 +72,14 @@ inline constexpr const char* kEndpointInit = R"(Makes this process reachable for
 
 Args:
     name: The same on all ranks; it appears in messages.
-    timeout: Of the operations of its groups.
+    timeout: The longest time of an operation of its groups.
     store_host: The host that decides which network interface is used; `""`: not known.
 
 Raises:
     DistNetworkError: No network interface can be used.
 )";
 inline constexpr const char* kEndpointHandle =
-    "What the others need to reach this process. It is a secret, unless MYCOLL_SECRET_FILE is set.";
+    "The text that others need to reach this process: a secret, unless MYCOLL_SECRET_FILE is set.";
 inline constexpr const char* kEndpointForm =
     R"(Makes a group of the processes with these handles, by rank. Returns when all have called it.
 
@@ -87,7 +87,7 @@ Args:
     uuid: The same on all ranks, and another one for each call.
     handles: The same on all ranks, in the same order; this process's own is among them.
     timeout: The longest wait for the others.
-    options: Of the group.
+    options: The options of the group.
     has_device: Whether the group serves tensors on devices, too.
 
 Returns:
@@ -102,11 +102,11 @@ inline constexpr const char* kEndpointSend = R"(Sends a text to another process.
 The texts of a process arrive in order. A text to a process that has ended is dropped.
 
 Args:
-    handle: Of the process that receives it.
+    handle: The handle of the process that receives it.
     text: What `receive()` returns there.
 
 Raises:
-    ArgumentError: The handle is none.
+    ArgumentError: It is not a handle of this version of mycoll.
 )";
 inline constexpr const char* kEndpointReceive =
     R"(Waits for a text, or until a process that is watched ends.
@@ -121,15 +121,16 @@ inline constexpr const char* kEndpointWatch =
     R"(Begins to watch processes, for `loss_of()`. Those that a text is sent to are watched as well.
 
 Args:
-    handles: Of the processes.
+    handles: The handles of the processes.
 
 Raises:
-    ArgumentError: A handle is none.
+    ArgumentError: One of them is not a handle of this version of mycoll.
 )";
-inline constexpr const char* kEndpointLossOf = R"(Tells whether a process was lost.
+inline constexpr const char* kEndpointLossOf =
+    R"(Returns whether a process was lost, and how that was detected.
 
 Args:
-    handle: Of the process.
+    handle: The handle of the process.
 
 Returns:
     How this process has detected that the other one has ended or cannot be reached; `""` if it has
@@ -160,13 +161,13 @@ Raises:
 )";
 inline constexpr const char* kBackendOptions =
     "The options that the group uses: mycoll's, or those of the backend that mycoll replaces.";
-inline constexpr const char* kBackendTransport = R"(Tells how this rank reaches the others.
+inline constexpr const char* kBackendTransport = R"(Returns how this rank reaches the others.
 
 Returns:
     `"shm"`, `"tcp"`, `"shm+tcp"`, or `"self"` for a group of one rank.
 )";
 inline constexpr const char* kBackendDeviceTransport =
-    R"(Tells how tensors on devices are transferred.
+    R"(Returns how tensors on devices are transferred.
 
 Returns:
     `"nccl"`, `"host"`, or `""` before the first call with such a tensor.
@@ -213,7 +214,7 @@ Raises:
     ArgumentError: It is not registered.
 )";
 inline constexpr const char* kBackendSupportsTensorAlloc =
-    R"(Tells whether `allocate_tensor()` has memory for a device.
+    R"(Returns whether `allocate_tensor()` has memory for a device.
 
 Args:
     device: A torch.device.
@@ -226,8 +227,8 @@ inline constexpr const char* kBackendAllocateTensor =
 
 Args:
     size: The number of elements.
-    dtype: Of the tensor.
-    device: Of the tensor.
+    dtype: The dtype of the tensor.
+    device: The device of the tensor.
 
 Returns:
     The tensor, with one dimension.
@@ -333,7 +334,7 @@ Args:
     tensor: What to write; it has the dtype of that rank's tensor.
     dst_rank: The rank to whose memory it is written.
     target_offset_nelems: The element of that rank's tensor to begin at.
-    async_op: Whether to return at once.
+    async_op: Whether to return immediately.
     opts: A mycoll.PutOptions.
 
 Returns:
@@ -359,7 +360,7 @@ inline constexpr const char* kWindowSignal =
 
 Args:
     peer_rank: The rank that is signalled.
-    async_op: Whether to return at once.
+    async_op: Whether to return immediately.
     opts: A mycoll.SignalOptions.
 
 Returns:
@@ -369,7 +370,7 @@ inline constexpr const char* kWindowWaitSignal = R"(Waits for one signal from a 
 
 Args:
     peer_rank: The rank that signals.
-    async_op: Whether to return at once.
+    async_op: Whether to return immediately.
     opts: A mycoll.WaitSignalOptions.
 
 Returns:
@@ -378,7 +379,7 @@ Returns:
 Raises:
     DistBackendError: No signal came in time, or the rank was lost.
 )";
-inline constexpr const char* kWindowGetAttr = R"(Tells how a rank's memory is written.
+inline constexpr const char* kWindowGetAttr = R"(Returns how a rank's memory is written.
 
 Args:
     peer_rank: The rank.
@@ -391,7 +392,7 @@ inline constexpr const char* kSetNcclWheel =
     R"(Names the NCCL of the nvidia-nccl wheel. Called before the first group.
 
 Args:
-    path: Of its library; `""`: there is none.
+    path: The path of its library; `""`: there is none.
 )";
 inline constexpr const char* kSetWhyNoDevices =
     R"(Gives the reason for which groups serve no tensors on devices. Called before the first group.
@@ -408,7 +409,7 @@ inline constexpr const char* kUseNccl =
     R"(For tests: uses this file as NCCL, even if torch has loaded another one.
 
 Args:
-    path: Of the library.
+    path: The path of the library.
 
 Raises:
     RuntimeError: It cannot be loaded, or is not NCCL.
@@ -487,7 +488,7 @@ inline constexpr const char* kCloseSharedTensors =
 Raises:
     RuntimeError: There is none.
 )";
-inline constexpr const char* kIsSharedMemory = R"(Tells whether memory belongs to a shared tensor.
+inline constexpr const char* kIsSharedMemory = R"(Returns whether memory belongs to a shared tensor.
 
 Args:
     address: Where the memory begins.

@@ -219,8 +219,8 @@ bool FrameSender::hasArrived() const {
     socklen_t size = sizeof(info);
     (void)getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size);
     if (info.tcpi_state == TCP_CLOSE) continue;
-    // The FIN of shutDown() counts as one byte. Its receiver may delay the acknowledgement, by 40 ms
-    // and more; nobody needs it.
+    // The FIN of shutDown() counts as one byte. Its receiver may delay the acknowledgement, by 40
+    // ms and more; nobody needs it.
     int unacknowledged = 0;
     hasAll &= ioctl(fd, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged <= 1;
   }

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from mycoll import bench, launch
-from mycoll.bench import main
+from mycoll._units import show_seconds
+from mycoll.bench import main, plot
 from mycoll.bench.compare import compare
+from mycoll.bench.options import parse_options
 from mycoll.bench.plot import draw, undrawable
 from mycoll.bench.report import Recorder, ratio, read_results, table_header, table_line, unwritable
 from mycoll.bench.result import Row, compared, paired_ratio, percentile, unpaired_ratio
+from mycoll.bench.run import DEFAULT_PLOT, print_plot, step
 
 
 def example_row(**changes: object) -> Row:
@@ -94,6 +97,26 @@ class TestCompare:
         assert "missing all_reduce 4 KiB gloo" in capsys.readouterr().out
         assert main(["compare", before, fewer]) == 0
         assert main(["compare", before, without_other, "--fail"]) == 0
+
+    def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = [example_row(), example_row(size=4096)]
+        before = self.write(tmp_path / "a.jsonl", rows)
+        after = self.write(tmp_path / "b.jsonl", [rows[0], self.slowed(rows[1], 2.0)])
+        assert main(["compare", before, after, "--json", "--fail"]) == 1
+        said = json.loads(capsys.readouterr().out)
+        (change,) = said["changes"]
+        assert change["row"] == "all_reduce 4 KiB gloo" and change["verdict"] == "slower"
+        assert change["low"] <= change["value"] <= change["high"]
+        assert change["value"] == pytest.approx(2.0)
+        counts = {key: said[key] for key in ("faster", "slower", "same", "unsure")}
+        assert counts == {"faster": 0, "slower": 1, "same": 1, "unsure": 0}
+        assert said["broken"] == []
+        assert main(["compare", before, after, "--json", "--all"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert [each["verdict"] for each in said["changes"]] == ["same", "slower"]
+        fewer = self.write(tmp_path / "c.jsonl", rows[:1])
+        assert main(["compare", before, fewer, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["broken"] == ["missing all_reduce 4 KiB gloo"]
 
     def test_few_rounds_prove_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -207,6 +230,27 @@ class TestPlot:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert "needs matplotlib" in draw("out.png", {}, self.rows)
 
+    def test_by_default_it_is_drawn_where_it_can_be(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        lines = iter(["# plot: mycoll-bench.png", "# no plot: no reason", "# no plot: no reason"])
+        drawn: list[str] = []
+        monkeypatch.setattr(plot, "draw", lambda path, *_: [drawn.append(path), next(lines)][1])
+        print_plot(None, {}, self.rows)
+        print_plot(None, {}, self.rows)
+        assert capsys.readouterr().out == "# plot: mycoll-bench.png\n"
+        print_plot("x.png", {}, self.rows)
+        assert capsys.readouterr().out == "# no plot: no reason\n"
+        assert drawn == [DEFAULT_PLOT, DEFAULT_PLOT, "x.png"]
+        (tmp_path / DEFAULT_PLOT).mkdir()
+        print_plot(None, {}, self.rows)
+        assert not capsys.readouterr().out and len(drawn) == 3
+
+    def test_options(self) -> None:
+        assert parse_options(["all_reduce"]).plot is None
+        assert parse_options(["all_reduce", "--plot", ""]).plot == ""
+
     def test_without_matplotlib_nothing_is_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -214,6 +258,12 @@ class TestPlot:
         monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
         assert bench.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
         assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_time_left() -> None:
+    assert step(0, 4, "all_reduce 8 B", 0.0) == "measuring 1 of 4: all_reduce 8 B"
+    assert step(1, 4, "x", 10.0) == f"measuring 2 of 4: x, about {show_seconds(30.0)} left"
+    assert step(3, 4, "x", 12.0).endswith(f", about {show_seconds(4.0)} left")
 
 
 def test_looking_at_files_changes_none(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-# These take 5 to 20 s, the others little. They are begun first.
-LONG = ["engine_test", "deadlock_test", "leaving_test", "formation_test", "handshake_fuzz_test"]
-LONG += ["reduce_test", "transport_test"]
+# These take 5 to 60 s, the others little. They are begun first.
+LONG = ["formation_test", "leaving_test", "simulation_test", "endpoint_test", "hosts_test"]
+LONG += ["plan_test", "many_test", "engine_test", "deadlock_test", "transport_test"]
+LONG += ["external_test", "reduce_test", "handshake_fuzz_test"]
 SOURCES = Path(__file__).resolve().parent.glob("cpp/*_test.cpp")
 SHORT = sorted({source.stem for source in SOURCES} - set(LONG))
 

@@ -102,6 +102,37 @@ def test_mistake_of_readme(tmp_path: Path):
         assert words(line) in words(output), (line, output)
 
 
+def programs_of_tutorial(folder: Path) -> dict[str, Path]:
+    """Writes them into the folder; by name."""
+    text = (ROOT / "docs/tutorial.md").read_text()
+    found = re.findall(r"`(\w+\.py)`[^`]*\n\n```python\n(.*?)^```", text, re.M | re.S)
+    assert [name for name, _ in found] == ["hello.py", "wrong.py", "stuck.py"]
+    for name, program in found:
+        (folder / name).write_text(program)
+    return {name: folder / name for name, _ in found}
+
+
+def test_programs_of_tutorial(tmp_path: Path):
+    programs = programs_of_tutorial(tmp_path)
+    shown = (ROOT / "docs/tutorial.md").read_text()
+    output = two_ranks(programs["hello.py"])
+    for rank in range(2):
+        line = f"rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]"
+        assert line in output and line in shown
+    output = two_ranks(programs["wrong.py"], (1, 1))
+    for words in ("MISMATCH at collective #0", "all_reduce SUM float32 numel=5 (call #0)"):
+        assert words in output
+    assert "MISMATCH at collective #0" in shown
+    # Rank 1 sleeps for a second instead of an hour, and then ends as if it was killed.
+    text = programs["stuck.py"].read_text()
+    assert text.count("time.sleep(3600)") == 1
+    ends = "(time.sleep(1), os.kill(os.getpid(), 9))"
+    programs["stuck.py"].write_text("import os\n" + text.replace("time.sleep(3600)", ends))
+    output = two_ranks(programs["stuck.py"], (1, -9))
+    for words in ("has ended (killed, crashed or left", "The group is dead; see that rank's log."):
+        assert words in output and words in shown
+
+
 def test_notebook():
     command = [sys.executable, str(EXAMPLES / "notebook.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)

@@ -134,11 +134,22 @@ def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "job.py").write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    # As torchrun: the rank is in a session of its own, and ends if its launcher is asked to end.
+    (tmp_path / "launcher.py").write_text("""
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+rank = subprocess.Popen([sys.executable, sys.argv[1]], start_new_session=True)
+try:
+    rank.wait()
+finally:
+    rank.kill()
+    rank.wait()
+""")
+    launch = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path / "job.py")]
     plan = Plan("standin", tmp_path, "page", quick=True)
     broken = tmp_path / "rows.jsonl"
     broken.write_text('{"kind": "he')
-    run(plan, "endless", [*torchrun, str(tmp_path / "job.py")], 20, broken)
+    run(plan, "endless", launch, 5, broken)
     text = plan.page.read_text()
     assert "endless: STOPPED" in text
     assert "is not a row of `mycoll bench`" in text

@@ -109,7 +109,7 @@ def test_the_top_level_is_what_a_project_has() -> None:
         pytest.skip("git cannot read the checkout")
     top = {path.split("/")[0] for path in listed.stdout.splitlines()}
     folders = {".ci", "benchmarks", "csrc", "docs", "examples", "python", "tests"}
-    code = {"CMakeLists.txt", "CMakePresets.json", "MANIFEST.in", "dev"}
+    code = {"CMakeLists.txt", "CMakePresets.json", "MANIFEST.in", "dev", "mkdocs.yml"}
     code |= {"pyproject.toml", "setup.py", "requirements-clients.txt", "requirements-dev.txt"}
     text = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
     left = {name for name in top - folders - code - text if not name.startswith(".")}

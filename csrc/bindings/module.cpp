@@ -32,6 +32,7 @@
 #include "base/log.h"
 #include "base/wait.h"
 #include "bindings/call_site.h"
+#include "bindings/docstrings.h"
 #include "collectives/plan/shape.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
@@ -45,6 +46,7 @@
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;
+namespace doc = mycoll::doc;
 
 namespace {
 
@@ -270,8 +272,8 @@ void registerArgumentError(py::module_& module) {
   static PyObject* type = nullptr;  // for the life of the process
   const py::tuple bases =
       py::make_tuple(py::handle(PyExc_ValueError), py::handle(PyExc_RuntimeError));
-  type = PyErr_NewExceptionWithDoc("mycoll.ArgumentError", "An argument that cannot be.",
-                                   bases.ptr(), nullptr);
+  type =
+      PyErr_NewExceptionWithDoc("mycoll.ArgumentError", doc::kArgumentError, bases.ptr(), nullptr);
   if (type == nullptr) throw py::error_already_set();
   module.attr("ArgumentError") = py::reinterpret_borrow<py::object>(type);
   py::register_exception_translator([](std::exception_ptr thrown) {
@@ -285,10 +287,10 @@ void registerArgumentError(py::module_& module) {
 
 template <typename T>
 void defineWindowOptions(py::module_& module, const char* name) {
-  py::class_<T>(module, name, "The options of one call on a window.")
-      .def(py::init<>())
-      .def_readwrite("timeout", &T::timeout, "How long it may take; negative: as the group says.")
-      .def_readwrite("hints", &T::hints, "For other backends.");
+  py::class_<T>(module, name, doc::kWindowOptions)
+      .def(py::init<>(), doc::kWindowOptionsInit)
+      .def_readwrite("timeout", &T::timeout, doc::kWindowOptionsTimeout)
+      .def_readwrite("hints", &T::hints, doc::kWindowOptionsHints);
 }
 
 // Under the names that torch has for them from 2.14 on, where they are torch's own.
@@ -303,12 +305,11 @@ void defineWindowTypes(py::module_& module) {
   defineWindowOptions<mycoll::PutOptions>(module, "PutOptions");
   defineWindowOptions<mycoll::SignalOptions>(module, "SignalOptions");
   defineWindowOptions<mycoll::WaitSignalOptions>(module, "WaitSignalOptions");
-  py::enum_<mycoll::WindowAccessType>(module, "WindowAccessType",
-                                      "Whether a rank's memory is read and written in its place.")
+  py::enum_<mycoll::WindowAccessType>(module, "WindowAccessType", doc::kWindowAccessType)
       .value("UNIFIED", mycoll::WindowAccessType::UNIFIED)
       .value("SEPARATE", mycoll::WindowAccessType::SEPARATE);
-  py::class_<mycoll::WindowAttr>(module, "WindowAttr", "The properties of a rank's memory.")
-      .def_readonly("access_type", &mycoll::WindowAttr::access_type);
+  py::class_<mycoll::WindowAttr>(module, "WindowAttr", doc::kWindowAttr)
+      .def_readonly("access_type", &mycoll::WindowAttr::access_type, doc::kWindowAttrAccessType);
 #endif
 }
 
@@ -320,26 +321,21 @@ void defineWindow(py::module_& module) {
 #else
   using Class = py::class_<MycollWindow, NoGilPtr<MycollWindow>>;
 #endif
-  Class(module, "Window", "Memory of each rank that the others write to; see mycoll.new_window().")
+  Class(module, "Window", doc::kWindow)
       .def("tensor_register", &MycollWindow::tensor_register, py::arg("tensor"),
-           py::arg("owning") = true, NoGil(),
-           "Opens the window on this tensor; all ranks call it together.")
+           py::arg("owning") = true, NoGil(), doc::kWindowTensorRegister)
       .def("tensor_deregister", &MycollWindow::tensor_deregister, NoGil(),
-           "Closes it; all ranks call it together.")
+           doc::kWindowTensorDeregister)
       .def("put", &MycollWindow::put, py::arg("tensor"), py::arg("dst_rank"),
            py::arg("target_offset_nelems"), py::arg("async_op"),
-           py::arg("opts") = mycoll::PutOptions(), NoGil(),
-           "Writes the tensor into the window of a rank, from an element on.")
+           py::arg("opts") = mycoll::PutOptions(), NoGil(), doc::kWindowPut)
       .def("map_remote_tensor", &MycollWindow::map_remote_tensor, py::arg("rank"), NoGil(),
-           "The tensor that a rank of this host has registered, where it lies.")
+           doc::kWindowMapRemoteTensor)
       .def("signal", &MycollWindow::signal, py::arg("peer_rank"), py::arg("async_op"),
-           py::arg("opts") = mycoll::SignalOptions(), NoGil(),
-           "Signals a rank that everything put into its window before has arrived.")
+           py::arg("opts") = mycoll::SignalOptions(), NoGil(), doc::kWindowSignal)
       .def("wait_signal", &MycollWindow::wait_signal, py::arg("peer_rank"), py::arg("async_op"),
-           py::arg("opts") = mycoll::WaitSignalOptions(), NoGil(),
-           "Waits for one signal of a rank.")
-      .def("get_attr", &MycollWindow::get_attr, py::arg("peer_rank"), NoGil(),
-           "UNIFIED where a rank's memory is mapped here, else SEPARATE.");
+           py::arg("opts") = mycoll::WaitSignalOptions(), NoGil(), doc::kWindowWaitSignal)
+      .def("get_attr", &MycollWindow::get_attr, py::arg("peer_rank"), NoGil(), doc::kWindowGetAttr);
 }
 
 // hosts: how many ranks each has, in order.
@@ -361,35 +357,30 @@ extern "C" void __gcov_reset();
 PYBIND11_MODULE(_C, module) {
 #ifdef MYCOLL_COVERAGE
   // For processes that end without exit(), or are killed: the tests' workers. Adds to the files.
-  module.def("_write_coverage", [] {
-    __gcov_dump();
-    __gcov_reset();
-  });
+  module.def(
+      "_write_coverage",
+      [] {
+        __gcov_dump();
+        __gcov_reset();
+      },
+      doc::kWriteCoverage);
 #endif
   // The types that ours derive from must be known first.
   py::module_::import("torch.distributed");
 
   using mycoll::NcclOptions;
-  py::class_<NcclOptions>(
-      module, "NcclOptions",
-      "What NCCL's communicators of a group are made with. None, or '' for a name: "
-      "NCCL's own choice.")
-      .def_readwrite("is_blocking", &NcclOptions::isBlocking,
-                     "Whether calls into NCCL return only when their work is enqueued.")
-      .def_readwrite("min_ctas", &NcclOptions::minCtas, "The least number of thread blocks.")
-      .def_readwrite("max_ctas", &NcclOptions::maxCtas, "The largest number of thread blocks.")
-      .def_readwrite("cga_cluster_size", &NcclOptions::cgaClusterSize,
-                     "Thread blocks in a cluster.")
-      .def_readwrite("nvls_ctas", &NcclOptions::nvlsCtas, "Thread blocks for NVLink SHARP.")
-      .def_readwrite("cta_policy", &NcclOptions::ctaPolicy,
-                     "0: speed; 1: few thread blocks; 2: none where copy engines can serve.")
-      .def_readwrite("traffic_class", &NcclOptions::trafficClass,
-                     "The network's quality of service.")
-      .def_readwrite("net_name", &NcclOptions::netName,
-                     "The network module, such as Socket or IB.");
+  py::class_<NcclOptions>(module, "NcclOptions", doc::kNcclOptions)
+      .def_readwrite("is_blocking", &NcclOptions::isBlocking, doc::kIsBlocking)
+      .def_readwrite("min_ctas", &NcclOptions::minCtas, doc::kMinCtas)
+      .def_readwrite("max_ctas", &NcclOptions::maxCtas, doc::kMaxCtas)
+      .def_readwrite("cga_cluster_size", &NcclOptions::cgaClusterSize, doc::kCgaClusterSize)
+      .def_readwrite("nvls_ctas", &NcclOptions::nvlsCtas, doc::kNvlsCtas)
+      .def_readwrite("cta_policy", &NcclOptions::ctaPolicy, doc::kCtaPolicy)
+      .def_readwrite("traffic_class", &NcclOptions::trafficClass, doc::kTrafficClass)
+      .def_readwrite("net_name", &NcclOptions::netName, doc::kNetName);
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
-      module, "Options", "What may be chosen for one group: pg_options= of init_process_group.")
+      module, "Options", doc::kOptions)
       .def(py::init([](Milliseconds timeout, std::string cpu, const py::kwargs& others) {
              for (const auto& each : others) refuseField(py::cast<std::string>(each.first));
              checkCpu(cpu);
@@ -397,35 +388,34 @@ PYBIND11_MODULE(_C, module) {
              options->cpu = std::move(cpu);
              return options;
            }),
-           py::arg("timeout") = kBackendDefaultTimeout, py::arg("cpu") = "")
+           py::arg("timeout") = kBackendDefaultTimeout, py::arg("cpu") = "", doc::kOptionsInit)
       .def_property(
           "cpu", [](const MycollOptions& self) { return self.cpu; },
           [](MycollOptions& self, std::string cpu) {
             checkCpu(cpu);
             self.cpu = std::move(cpu);
           },
-          "Who serves CPU tensors: 'engine', 'gloo', or '' for what MYCOLL_CPU says.")
-      .def_readwrite("timeout", &MycollOptions::timeout,
-                     "How long an operation may take; a timeout= given to torch wins over it.")
+          doc::kOptionsCpu)
+      .def_readwrite("timeout", &MycollOptions::timeout, doc::kOptionsTimeout)
       .def_property_readonly(
           "nccl", [](MycollOptions& self) -> mycoll::NcclOptions& { return self.nccl; },
-          py::return_value_policy::reference_internal,
-          "How NCCL's communicators of this group are made.")
-      .def("__copy__",
-           [](const MycollOptions& self) { return c10::make_intrusive<MycollOptions>(self); })
+          py::return_value_policy::reference_internal, doc::kOptionsNccl)
+      .def(
+          "__copy__",
+          [](const MycollOptions& self) { return c10::make_intrusive<MycollOptions>(self); },
+          doc::kOptionsCopy)
       .def(
           "__deepcopy__",
           [](const MycollOptions& self, const py::dict&) {
             return c10::make_intrusive<MycollOptions>(self);
           },
-          py::arg("memo"))
+          py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint>(module, "Endpoint",
-                               "A process that forms groups of others' handles.")
+  py::class_<mycoll::Endpoint>(module, "Endpoint", doc::kEndpoint)
       .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
-           py::arg("store_host"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("handle", &mycoll::Endpoint::handle)
+           py::arg("store_host"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
+      .def_property_readonly("handle", &mycoll::Endpoint::handle, doc::kEndpointHandle)
       .def(
           "form",
           [](mycoll::Endpoint& self, int64_t uuid, const std::vector<std::string>& handles,
@@ -437,42 +427,40 @@ PYBIND11_MODULE(_C, module) {
                 hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory()));
           },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
-          py::arg("has_device"))
+          py::arg("has_device"), doc::kEndpointForm)
       .def(
           "send",
           [](mycoll::Endpoint& self, const std::string& handle, const std::string& text) {
             mycoll::throwIfFailed(self.send(handle, text));
           },
-          py::arg("handle"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
+          py::arg("handle"), py::arg("text"), py::call_guard<py::gil_scoped_release>(),
+          doc::kEndpointSend)
       .def("receive", &mycoll::Endpoint::receive, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointReceive)
       .def(
           "watch",
           [](mycoll::Endpoint& self, const std::vector<std::string>& handles) {
             mycoll::throwIfFailed(self.watch(handles));
           },
-          py::arg("handles"), py::call_guard<py::gil_scoped_release>())
+          py::arg("handles"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointWatch)
       .def("loss_of", &mycoll::Endpoint::lossOf, py::arg("handle"),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointLossOf);
 
-  py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
-      module, "MycollBackend",
-      "One rank's end of a group; made by init_process_group and new_group.")
+  py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(module, "MycollBackend",
+                                                                    doc::kBackend)
       .def(py::init(&createBackend), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
            py::arg("options").none(true) = nullptr, py::arg("has_device") = false,
            py::arg("of_job") = true, py::arg("shown").none(true) = nullptr,
-           py::arg("enable_reconfigure") = false)
+           py::arg("enable_reconfigure") = false, doc::kBackendInit)
       .def_property_readonly(
-          "options", [](const MycollBackend& self) { return self.options(); },
-          "The options in force.")
+          "options", [](const MycollBackend& self) { return self.options(); }, doc::kBackendOptions)
       .def("transport", &MycollBackend::transport, py::call_guard<py::gil_scoped_release>(),
-           "How this rank reaches the others: 'shm', 'tcp', 'shm+tcp' or 'self'.")
+           doc::kBackendTransport)
       .def("encryption", &MycollBackend::encryption, py::call_guard<py::gil_scoped_release>(),
-           "How bytes between hosts are encrypted: 'TLS 1.3 PSK, AES-128-GCM'; '' if they are not.")
+           doc::kBackendEncryption)
       .def("device_transport", &MycollBackend::deviceTransport,
-           py::call_guard<py::gil_scoped_release>(),
-           "How tensors on devices travel: 'nccl' or 'host'; '' while that is not decided.")
+           py::call_guard<py::gil_scoped_release>(), doc::kBackendDeviceTransport)
       .def(
           "_register_memory",
           [](MycollBackend& self, const std::string& device, uintptr_t address, size_t bytes,
@@ -481,37 +469,38 @@ PYBIND11_MODULE(_C, module) {
                                 isSymmetric);
           },
           py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"),
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<py::gil_scoped_release>(), doc::kBackendRegisterMemory)
       .def(
           "_deregister_memory",
           [](MycollBackend& self, uintptr_t address) {
             self.deregisterMemory(reinterpret_cast<void*>(address));
           },
-          py::arg("address"), py::call_guard<py::gil_scoped_release>())
+          py::arg("address"), py::call_guard<py::gil_scoped_release>(),
+          doc::kBackendDeregisterMemory)
       // By the names that torch's nccl has for them; what they do is Python's, as torch's pools
       // are.
       .def_property_readonly(
           "mem_allocator",
           [](const py::object&) { return memoryModule().attr("nccl_allocator")(); },
-          "NCCL's allocator, for torch.cuda.MemPool().")
+          doc::kBackendMemAllocator)
       .def(
           "register_mem_pool",
           [](const py::object& self, const py::object& pool, bool isSymmetric) {
             memoryModule().attr("register_pool")(self, pool, isSymmetric);
           },
-          py::arg("pool"), py::arg("symm") = false, "As mycoll.register_mem_pool().")
+          py::arg("pool"), py::arg("symm") = false, doc::kBackendRegisterMemPool)
       .def(
           "deregister_mem_pool",
           [](const py::object& self, const py::object& pool) {
             memoryModule().attr("deregister_pool")(self, pool);
           },
-          py::arg("pool"), "As mycoll.deregister_mem_pool().")
+          py::arg("pool"), doc::kBackendDeregisterMemPool)
       .def(
           "supports_tensor_alloc",
           [](const py::object& self, const py::object& device) {
             return memoryModule().attr("can_allocate")(self, device);
           },
-          py::arg("device"), "Whether allocate_tensor() has memory for this device.")
+          py::arg("device"), doc::kBackendSupportsTensorAlloc)
       .def(
           "allocate_tensor",
           [](const py::object& self, const py::object& size, const py::object& dtype,
@@ -519,10 +508,11 @@ PYBIND11_MODULE(_C, module) {
             return memoryModule().attr("allocate")(self, size, dtype, device);
           },
           py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
-          "An uninitialised tensor that NCCL reads and writes without a copy.")
+          doc::kBackendAllocateTensor)
       .def("_comm_ptr", &MycollBackend::ncclComm, py::call_guard<py::gil_scoped_release>(),
-           "NCCL's communicator on the current device, for those who call NCCL themselves.")
-      .def_property_readonly("supports_window", &MycollBackend::supportsWindow)
+           doc::kBackendCommPtr)
+      .def_property_readonly("supports_window", &MycollBackend::supportsWindow,
+                             doc::kBackendSupportsWindow)
       .def(
           "new_window",
           [](MycollBackend& self, const std::optional<at::Tensor>& tensor) {
@@ -530,70 +520,51 @@ PYBIND11_MODULE(_C, module) {
                 c10::static_intrusive_pointer_cast<MycollWindow>(self.new_window(tensor)));
           },
           py::arg("tensor") = std::nullopt, py::call_guard<py::gil_scoped_release>(),
-          "As mycoll.new_window().")
+          doc::kBackendNewWindow)
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
-           py::arg("willing"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("_name", &MycollBackend::groupName)
+           py::arg("willing"), py::call_guard<py::gil_scoped_release>(), doc::kBackendSplitDevices)
+      .def_property_readonly("_name", &MycollBackend::groupName, doc::kBackendName)
       .def("_drop_coalescing", &MycollBackend::dropCoalescing,
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), doc::kBackendDropCoalescing)
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), doc::kBackendSetDefaultTimeout)
       .def(
           "perform_nocolor_split", [](MycollBackend&, const py::object&) {}, py::arg("device"),
-          "Nothing to do: a new group's members meet without those who are not in it.");
+          doc::kBackendPerformNocolorSplit);
 
   defineWindow(module);
 
-  module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
-             "Where the nvidia-nccl wheel has its library; before the first group.");
-  module.def("set_why_no_devices", &mycoll::setWhyNoDevices, py::arg("why"),
-             "Why groups serve no tensors on devices, the rest of a sentence; before the first "
-             "group.");
-  module.def("_require_nccl_memory", &mycoll::requireNcclMemory,
-             "Raises where there is no NCCL, or it allocates no memory.");
-  module.def("_use_nccl", &mycoll::useNccl, py::arg("path"),
-             "For tests: NCCL is this file, also beside a copy that torch has loaded.");
-  module.def("environment", &environment, "Every MYCOLL_* variable.");
-  module.def("unknown_variables", &unknownVariables,
-             "MYCOLL_* variables that are set and mean nothing, each with the known name that it "
-             "resembles, or ''.");
-  module.def("choose_interface", &chooseInterface, py::arg("store_host"),
-             "The name and address, IPv4 first, of the network interface that a group uses whose "
-             "store is at this host ('': not known). Raises where none can serve.");
-  module.def("usable_cores", &mycoll::usableCores,
-             "Cores that this process may keep busy: its affinity, cut by the cgroup's quota.");
-  module.def(
-      "_log_to", &logTo, py::arg("file"), py::arg("level"),
-      "Has the engine write its log to this file ('': stderr), up to the level (MYCOLL_LOG's "
-      "words, counted from off = 0).");
+  module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"), doc::kSetNcclWheel);
+  module.def("set_why_no_devices", &mycoll::setWhyNoDevices, py::arg("why"), doc::kSetWhyNoDevices);
+  module.def("_require_nccl_memory", &mycoll::requireNcclMemory, doc::kRequireNcclMemory);
+  module.def("_use_nccl", &mycoll::useNccl, py::arg("path"), doc::kUseNccl);
+  module.def("environment", &environment, doc::kEnvironment);
+  module.def("unknown_variables", &unknownVariables, doc::kUnknownVariables);
+  module.def("choose_interface", &chooseInterface, py::arg("store_host"), doc::kChooseInterface);
+  module.def("usable_cores", &mycoll::usableCores, doc::kUsableCores);
+  module.def("_log_to", &logTo, py::arg("file"), py::arg("level"), doc::kLogTo);
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
-             "Writes what this process did last; returns the path. Empty: where failures go.");
+             doc::kDumpTrace);
   module.def(
       "_better_sum_block",
       [](const std::vector<int>& hosts) {
         return mycoll::betterSumBlock(hostsOfRanks(hosts), mycoll::sumTree());
       },
-      py::arg("hosts"),
-      "What MYCOLL_SUM_BLOCK had better be for hosts of so many ranks; 0: as is.");
+      py::arg("hosts"), doc::kBetterSumBlock);
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
-             py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
-             "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
-  module.def(
-      "_open_shared_tensors", &mycoll::openSharedTensors,
-      "From here on this thread's CPU tensors are made in memory that other ranks can read.");
-  module.def("_close_shared_tensors", &mycoll::closeSharedTensors);
-  module.def("_is_shared_memory", &mycoll::isSharedMemory, py::arg("address"), py::arg("bytes"));
+             py::arg("bytes"), py::call_guard<py::gil_scoped_release>(), doc::kCopyStreaming);
+  module.def("_open_shared_tensors", &mycoll::openSharedTensors, doc::kOpenSharedTensors);
+  module.def("_close_shared_tensors", &mycoll::closeSharedTensors, doc::kCloseSharedTensors);
+  module.def("_is_shared_memory", &mycoll::isSharedMemory, py::arg("address"), py::arg("bytes"),
+             doc::kIsSharedMemory);
   module.def(
       "_shared_memory_usage",
       [] {
         const mycoll::SharedHeap::Usage usage = mycoll::SharedHeap::process().usageForTest();
         return std::make_pair(usage.regionBytes, usage.blockBytes);
       },
-      "For tests: bytes mapped for shared tensors, and bytes of them in use.");
-  module.def(
-      "_close_all", &closeAll, py::arg("reason"),
-      "Groups that were never destroyed end with the interpreter, while there still is one. The "
-      "other ranks hear the reason.");
+      doc::kSharedMemoryUsage);
+  module.def("_close_all", &closeAll, py::arg("reason"), doc::kCloseAll);
   module.attr("torch_version") = TORCH_VERSION;
 
   registerArgumentError(module);

@@ -1,4 +1,5 @@
-"""The compiled module, csrc/bindings. tests/test_stub.py holds this file against it."""
+"""The compiled module's types; its docstrings are in csrc/bindings/docstrings.h. tests/test_stub.py
+compares this file with it."""
 
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -29,27 +30,19 @@ class NcclOptions:
     None, or "" for a name: NCCL's own choice.
     """
 
-    # Whether calls into NCCL return only when their work is enqueued.
     is_blocking: bool | None
-    # Thread blocks of NCCL's kernels: the least number, the largest, and how many form a cluster.
     min_ctas: int | None
     max_ctas: int | None
     cga_cluster_size: int | None
-    # Thread blocks for NVLink SHARP.
     nvls_ctas: int | None
-    # 0: speed; 1: few thread blocks; 2: none where copy engines can serve.
     cta_policy: int | None
-    # The network's quality of service.
     traffic_class: int | None
-    # The network module, such as Socket or IB.
     net_name: str
 
 class Options(Backend.Options):
     """What may be chosen for one group: pg_options= of init_process_group and new_group."""
 
-    # How long an operation may take; a timeout= given to torch wins over it.
     timeout: timedelta
-    # Who serves CPU tensors: "engine", "gloo", or "" for what MYCOLL_CPU says.
     cpu: str
     def __init__(self, timeout: timedelta = ..., cpu: str = ...) -> None: ...
     @property

@@ -92,10 +92,21 @@ if not is_called_later():
 
 
 def dump_trace(path: str | PathLike[str] | None = None) -> str:
-    """Writes the record of what this process did last, for `mycoll trace`; returns the path.
+    """Writes the last operations of this process to a file, which `mycoll trace` reads.
 
-    Without a path it goes where it would go after a failure (MYCOLL_TRACE_FILE). Nothing is
-    disturbed: any thread may call it at any time.
+    Any thread may call it at any time, without disturbing the group.
+
+    Args:
+        path: The file; `None`: where a failure would write it, MYCOLL_TRACE_FILE.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ArgumentError: The file cannot be written.
+
+    Example:
+        path = mycoll.dump_trace(f"/tmp/trace/rank_{dist.get_rank()}")
     """
     return str(native().dump_trace("" if path is None else fspath(path)))
 

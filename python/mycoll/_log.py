@@ -32,13 +32,17 @@ _pipe: tuple[int, int] | None = None
 
 
 def log_to_python(level: int = logging.INFO) -> None:
-    """Sends the engine's lines to the logger "mycoll" instead of to stderr or MYCOLL_LOG_FILE.
+    """Sends mycoll's log lines to Python's logger `mycoll` instead of stderr or MYCOLL_LOG_FILE.
 
     The record's `rank` is the rank that wrote the line. The first failure of a process, which
     mycoll reports in any case, is CRITICAL.
 
     Args:
-        level: The engine does not write lines below it.
+        level: Lines below it are not formatted at all.
+
+    Example:
+        mycoll.log_to_python(logging.WARNING)
+        logging.getLogger("mycoll").addHandler(logging.StreamHandler())
     """
     global _pipe
     if _pipe is None:

@@ -28,21 +28,38 @@ def process_group(
     pg_options: Options | None = None,
     enable_reconfigure: bool = False,
 ) -> ProcessGroup:
-    """A group of `size` ranks that meet in `store`; returns when all of them are there.
+    """Makes a group of ranks that meet in a store. Returns when all of them have joined.
 
-    It needs no init_process_group, and dist does not know of it. A process may have any number of
-    them, be several ranks of one group (in threads), and make and drop them in any order, from any
-    thread. `shutdown()` leaves it, `abort()` ends it for all ranks.
+    It needs no init_process_group, and torch.distributed does not list it. A process may have any
+    number of such groups, be several ranks of one group (in threads), and make and drop groups in
+    any order, from any thread. `shutdown()` leaves the group, `abort()` ends it for all ranks.
+    Dropping the last reference leaves the group, too.
 
     Args:
-        store: Where the ranks find each other.
-        rank: This rank, from 0 on.
+        store: Where the ranks find each other: any `Store`. One written in Python needs `set`,
+            `get` and `check`.
+        rank: This rank in the group, from 0 on.
         size: The number of ranks.
-        timeout: For finding each other and for each operation; 30 minutes unless pg_options say
-            otherwise.
-        name: The same on all ranks. Groups that share a store at one time need names of their own.
+        timeout: For making the group and for each operation; by default that of `pg_options`, or
+            30 minutes.
+        name: The same on all ranks; used in messages and in the store. Groups that share a store
+            need different names.
         pg_options: As for init_process_group.
         enable_reconfigure: As for init_process_group of torch 2.14 and later.
+
+    Returns:
+        The group, for the methods of `ProcessGroup`, or for torch.distributed's functions with
+        `group_src` and `group_dst`.
+
+    Raises:
+        ArgumentError: The ranks were given different arguments.
+        torch.distributed.DistBackendError: A rank has ended, or did not come in time.
+
+    Example:
+        store = dist.PrefixStore("pairs", dist.distributed_c10d._get_default_store())
+        group = mycoll.process_group(store, dist.get_rank(), dist.get_world_size())
+        group.allreduce([torch.ones(4)]).wait()
+        group.shutdown()
     """
     if enable_reconfigure and not hasattr(ProcessGroup, "reconfigure"):
         raise RuntimeError(
@@ -78,15 +95,16 @@ class Endpoint:
 
     Args:
         name: The same on all ranks; it appears in messages.
-        timeout: Of the operations of the groups, unless form() is given options.
+        timeout: The longest time of an operation of its groups, unless form() is given options.
         store: Nothing is stored in it. As in init_process_group, its host decides which network
             interface is used; without it, MYCOLL_SOCKET_IFNAME or the first interface.
 
-    Example::
-
+    Example:
         endpoint = mycoll.Endpoint()
-        group = endpoint.form(uuid=1, handles=[endpoint.handle])
-        group.allreduce([tensor]).wait()
+        handles = [""] * dist.get_world_size()
+        dist.all_gather_object(handles, endpoint.handle)
+        group = endpoint.form(uuid=1, handles=handles)
+        group.allreduce([torch.ones(4)]).wait()
     """
 
     def __init__(
@@ -103,8 +121,9 @@ class Endpoint:
 
     @property
     def handle(self) -> str:
-        """What the others need to reach this process. It is the same for all groups, and secret:
-        who knows the handles of a group can read its data, unless MYCOLL_SECRET_FILE is set."""
+        """The text that others need to reach this process, the same for all groups. It is a secret:
+        a process that has the handles of a group can read its data, unless MYCOLL_SECRET_FILE is
+        set."""
         return self._native.handle  # type: ignore[no-any-return]
 
     def form(
@@ -115,7 +134,7 @@ class Endpoint:
         timeout: timedelta | None = None,
         pg_options: Options | None = None,
     ) -> ProcessGroup:
-        """Makes a group of the processes with these handles, by rank; returns when all of them have
+        """Makes a group of the processes with these handles, by rank. Returns when all of them have
         called it.
 
         Earlier groups are not touched: call `abort()` or `shutdown()` on what is no longer needed.
@@ -126,6 +145,9 @@ class Endpoint:
             handles: The same on all ranks, in the same order; this process's own is among them.
             timeout: The longest wait for the others.
             pg_options: As for init_process_group.
+
+        Returns:
+            The group.
 
         Raises:
             mycoll.ArgumentError: The uuid was used before, or the handles are not those of the

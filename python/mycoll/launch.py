@@ -39,8 +39,12 @@ T = TypeVar("T")
 
 
 class SpawnError(RuntimeError):
-    """A rank of spawn() failed. The message has its traceback; `rank` is its number, `cause` its
-    exception without the traceback."""
+    """A rank of `spawn()` failed. The message contains that rank's traceback.
+
+    Attributes:
+        rank: The rank that failed first.
+        cause: Its exception, without the traceback.
+    """
 
     def __init__(self, message: str, rank: int, cause: str = "") -> None:
         super().__init__(message)
@@ -57,26 +61,31 @@ def spawn(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Runs fn(*args) on ranks of one group, which is there when fn starts.
+    """Runs `fn(*args)` on ranks of this machine, each in a process of its own.
 
-    In a notebook, functions of its cells need the package cloudpickle. In a script, the call
-    belongs under `if __name__ == "__main__":`.
+    The group is made before `fn` starts, and destroyed after it returns. In a script, put the call
+    under `if __name__ == "__main__":`.
 
     Args:
-        fn: Calls torch.distributed.get_rank() and the collectives.
+        fn: The function; it calls the functions of torch.distributed. Functions defined in notebook
+            cells need `pip install cloudpickle`.
         nprocs: The number of ranks.
-        args: The arguments of fn.
+        args: The positional arguments of `fn`.
         backend: The backend of the group.
-        env: Added to the environment of the ranks.
-        timeout: Seconds for all of it.
+        env: Variables to add to the environment of the ranks.
+        timeout: Seconds for all ranks together; `None`: no limit.
 
     Returns:
-        The results, by rank.
+        The results of the ranks, by rank.
 
     Raises:
-        SpawnError: A rank failed, and the others were stopped. The message has the traceback of
-            the rank that failed first.
-        TimeoutError: A rank had no result in time.
+        SpawnError: A rank failed. The other ranks were stopped.
+        TimeoutError: A rank had no result in time. All ranks were stopped.
+        ValueError: `nprocs` is below 1.
+        RuntimeError: `fn` cannot be sent to the ranks.
+
+    Example:
+        ranks = mycoll.spawn(dist.get_rank, nprocs=2, timeout=60)  # [0, 1]
     """
     __tracebackhide__ = True  # pytest shows the caller, and the rank's own traceback
     return _spawn(fn, nprocs, args, backend, env or {}, timeout)

@@ -33,13 +33,22 @@ _pools: weakref.WeakKeyDictionary[ProcessGroup, _Pool] = weakref.WeakKeyDictiona
 
 
 def nccl_mem_pool() -> torch.cuda.MemPool:
-    """Makes a pool of memory from NCCL's own allocator, as symmetric memory needs it.
+    """Makes a pool of memory from NCCL's own allocator.
+
+    NCCL reads and writes such memory without a copy once it is registered, and makes symmetric
+    windows of it.
 
     Returns:
         The pool, for torch.cuda.use_mem_pool().
 
     Raises:
         RuntimeError: NCCL is not there, or too old to allocate memory.
+
+    Example:
+        pool = mycoll.nccl_mem_pool()
+        with torch.cuda.use_mem_pool(pool):
+            bucket = torch.empty(1 << 20, device="cuda")
+        mycoll.register_mem_pool(pool)
     """
     return torch.cuda.MemPool(nccl_allocator())
 
@@ -58,30 +67,38 @@ def nccl_allocator() -> Any:
 def register_mem_pool(
     pool: torch.cuda.MemPool, group: ProcessGroup | None = None, symmetric: bool = False
 ) -> None:
-    """Registers the memory that a pool holds now with NCCL's communicator of a group.
+    """Registers the current contents of a pool with NCCL's communicator of a group.
+
+    Does nothing for groups whose CUDA tensors travel through host memory.
 
     Args:
-        pool: The pool, as of nccl_mem_pool().
-        group: The group; the world if it is None.
-        symmetric: As NCCL's windows, which all ranks must register alike: pools with the same
-            segments, in the same order.
+        pool: The pool, such as one of `nccl_mem_pool()`.
+        group: The group; `None`: the world.
+        symmetric: Whether to register symmetric windows: all ranks must then register pools with
+            the same segments, in the same order.
 
     Raises:
         ValueError: Another backend than mycoll serves the group's tensors on this device.
+
+    Example:
+        mycoll.register_mem_pool(pool, symmetric=True)
     """
     for segment in pool.snapshot():
         _register(_backend(group, _device(segment)), segment, symmetric)
 
 
 def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = None) -> None:
-    """Undoes register_mem_pool(), before the pool's memory is freed.
+    """Undoes `register_mem_pool()`. Call it before the memory of the pool is freed.
 
     Args:
         pool: The pool that was registered.
-        group: The group that it was registered with; the world if it is None.
+        group: The group that it was registered with; `None`: the world.
 
     Raises:
         ValueError: Another backend than mycoll serves the group's tensors on this device.
+
+    Example:
+        mycoll.deregister_mem_pool(pool)
     """
     for segment in pool.snapshot():
         _backend(group, _device(segment))._deregister_memory(segment["address"])

@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shared_tensors() -> Iterator[None]:
-    """A context in which the CPU tensors that this thread makes are in shared memory: also
-    parameters and buckets.
+    """A context in which this thread's CPU tensors are made in memory that the other ranks of the
+    host read in place: also parameters and buckets.
 
     The tensors are ordinary ones otherwise, and outlive the context. Contexts may be nested.
+
+    Raises:
+        RuntimeError: Another library has put its allocator of CPU tensors before all others.
+
+    Example:
+        with mycoll.shared_tensors():
+            model = torch.nn.Linear(8, 8)
     """
     module = native()
     module._open_shared_tensors()
@@ -38,14 +45,20 @@ def shared_tensors() -> Iterator[None]:
 
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
-    """Returns a tensor in shared memory, as of torch.empty().
+    """Makes a tensor in shared memory, like `torch.empty()`.
 
     Args:
         size: The size, as for torch.empty().
-        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+        options: Its options, except `out`, `pin_memory` and devices other than the CPU.
+
+    Returns:
+        The tensor, on the CPU.
 
     Raises:
         ValueError: An option asks for other memory.
+
+    Example:
+        bucket = mycoll.empty(1 << 20, dtype=torch.bfloat16)
     """
     _refuse(options)
     with shared_tensors():
@@ -53,14 +66,20 @@ def empty(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def zeros(*size: Any, **options: Any) -> torch.Tensor:
-    """Returns a tensor in shared memory, as of torch.zeros().
+    """Makes a tensor in shared memory, like `torch.zeros()`.
 
     Args:
         size: The size, as for torch.zeros().
-        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+        options: Its options, except `out`, `pin_memory` and devices other than the CPU.
+
+    Returns:
+        The tensor, on the CPU.
 
     Raises:
         ValueError: An option asks for other memory.
+
+    Example:
+        counts = mycoll.zeros(8, dtype=torch.int64)
     """
     _refuse(options)
     with shared_tensors():
@@ -68,14 +87,20 @@ def zeros(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Returns a tensor in shared memory, as of torch.empty_like().
+    """Makes a tensor in shared memory, like `torch.empty_like()`.
 
     Args:
         other: The tensor whose size and dtype are taken; it may be on another device.
-        options: As for mycoll.empty().
+        options: As for `mycoll.empty()`.
+
+    Returns:
+        The tensor, on the CPU.
 
     Raises:
         ValueError: An option asks for other memory.
+
+    Example:
+        result = mycoll.empty_like(torch.ones(4, 4))
     """
     _refuse(options)
     with shared_tensors():

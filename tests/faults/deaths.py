@@ -96,7 +96,7 @@ def call_later(ctx: Ctx, seconds: float) -> Seen:
 
 
 def while_idle(stage: Stage) -> Outcome:
-    """SIGKILL while nobody is in a call; the next call raises."""
+    """SIGKILL while no rank is in a call; the next call raises."""
     judge = stage.judge()
     with stage.world(4) as world:
         world.start(call_later, 1.5)
@@ -146,7 +146,7 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
                     judge.sample = f"{seen.kind}: {seen.text}"
     if unknown:
         judge.notes.append(
-            f"{unknown} of {points} points: before it had said who it is; told at the timeout"
+            f"{unknown} of {points} points: before it had identified itself: at the timeout"
         )
     judge.expect(late == 0, f"{late} of {points} points: only at the timeout of {timeout:.0f} s")
     return judge.outcome()

@@ -44,7 +44,8 @@ _DTYPE_ALIASES = {
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size."""
+    """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size; a plot of
+    None is drawn if it can be."""
 
     operations: tuple[str, ...]
     backends: tuple[str, ...]
@@ -63,7 +64,7 @@ class Options:
     limit: bool
     nproc: int
     json: str
-    plot: str
+    plot: str | None
     plant_error: bool
 
 
@@ -146,7 +147,8 @@ def _parser() -> Parser:
     text = "timeout of a group, in seconds"
     add("--timeout", dest="timeout_seconds", type=seconds, default=120.0, metavar="S", help=text)
     add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")
-    add("--plot", default="", metavar="FILE", help="draw time and bandwidth against size")
+    text = "draw time and bandwidth against size; '': do not (default: mycoll-bench.png, with "
+    add("--plot", metavar="FILE", help=text + "matplotlib and several sizes)")
     # For tests: every rank spoils its results, which must be found.
     add("--plant-error", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mycoll._gloo import variables_that_rename
 from mycoll._terminal import Progress, note, paint
 from mycoll._units import show_seconds
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.options import Options
-from mycoll.bench.report import Recorder, misused, table_header, table_line, wrong_files
-from mycoll.bench.result import LEGEND
+from mycoll.bench.report import (
+    Recorder,
+    misused,
+    table_header,
+    table_line,
+    unwritable,
+    wrong_files,
+)
+from mycoll.bench.result import LEGEND, Row
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, header, join, leave, missing_device
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
+DEFAULT_PLOT = "mycoll-bench.png"
 _FAILED = 1
 
 
@@ -66,13 +74,23 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
         for contender in contenders:
             contender.close()
         recorder.close()
-    if world.rank == 0 and options.plot:
-        from mycoll.bench.plot import draw
-
-        print(draw(options.plot, record, recorder.rows))
+    if world.rank == 0 and options.plot != "":
+        print_plot(options.plot, record, recorder.rows)
     code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
     leave()
     return code
+
+
+def print_plot(path: str | None, header: Mapping[str, object], rows: Sequence[Row]) -> None:
+    """Draws the rows, and prints where; without a path only if nothing prevents it."""
+    from mycoll.bench.plot import draw
+
+    file = path or DEFAULT_PLOT
+    if path is None and unwritable(file):
+        return
+    line = draw(file, header, rows)
+    if path is not None or line.startswith("# plot: "):
+        print(line)
 
 
 def _verdict(recorder: Recorder, history: History) -> int:
@@ -83,6 +101,19 @@ def _verdict(recorder: Recorder, history: History) -> int:
     end = f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured"
     print(paint(end, "red") if wrong or not recorder.rows else end, flush=True)
     return _FAILED if wrong or history.failed or not recorder.rows else 0
+
+
+def step(number: int, of: int, title: str, spent: float) -> str:
+    """The line that shows progress, and the time left once a case has been measured.
+
+    Args:
+        number: How many cases have been measured.
+        of: How many there are.
+        title: The title of the next one.
+        spent: Seconds that the measured ones have taken.
+    """
+    about = f", about {show_seconds(spent / number * (of - number))} left" if number else ""
+    return f"measuring {number + 1} of {of}: {title}{about}"
 
 
 def _measure(
@@ -96,9 +127,7 @@ def _measure(
     work = [case for op in options.operations for case in cases(options, op)]
     shown, began = ("", "", ""), time.monotonic()
     for number, case in enumerate(work):
-        left = (time.monotonic() - began) / number * (len(work) - number) if number else 0.0
-        about = f", about {show_seconds(left)} left" if number else ""
-        progress.show(f"measuring {number + 1} of {len(work)}: {case.title}{about}")
+        progress.show(step(number, len(work), case.title, time.monotonic() - began))
         measurement = Measurement(case, contenders, world, options, history)
         rows = measurement.run()
         progress.hide()

@@ -1,0 +1,521 @@
+// The docstrings of mycoll._C, in the form that docs/site/reference.py turns into docs/api.md. A
+// test checks that each names all parameters.
+#pragma once
+
+namespace mycoll::doc {
+
+inline constexpr const char* kNcclOptions = R"(How NCCL makes the communicators of one group.
+
+`None`, or `""` for `net_name`, leaves the choice to NCCL and its variables, such as
+NCCL_MAX_CTAS.)";
+inline constexpr const char* kIsBlocking = R"(Whether calls into NCCL return only when their work is
+enqueued. `None`: yes; no with an NCCL older than 2.28.7, in which a thread that hangs cannot be
+released. NCCL_COMM_BLOCKING takes precedence.)";
+inline constexpr const char* kMinCtas = "The smallest number of thread blocks for a collective.";
+inline constexpr const char* kMaxCtas =
+    "The largest number of thread blocks; fewer leave more of the GPU to your kernels.";
+inline constexpr const char* kCgaClusterSize = "Thread blocks in a cluster.";
+inline constexpr const char* kNvlsCtas = "Thread blocks for NVLink SHARP (NCCL 2.28).";
+inline constexpr const char* kCtaPolicy = R"(What NCCL optimises for (2.27). 0: speed, 1: few thread
+blocks, 2: none if copy engines can do the work.)";
+inline constexpr const char* kTrafficClass = "The network's quality of service.";
+inline constexpr const char* kNetName = "The network module, such as `Socket` or `IB`.";
+
+inline constexpr const char* kOptions = R"(The options of one group: `pg_options` of
+init_process_group and new_group. The group keeps a copy.
+
+Example:
+    options = mycoll.Options(timeout=timedelta(minutes=5))
+    options.nccl.max_ctas = 4
+    group = dist.new_group(backend="mycoll", pg_options=options)
+)";
+inline constexpr const char* kOptionsInit = R"(Makes options.
+
+Args:
+    timeout: The longest time that an operation may take; 30 minutes by default. A `timeout=` given
+        to torch takes precedence.
+    cpu: What carries CPU tensors: `"engine"` (mycoll's own), `"gloo"` (torch's), or `""` for the
+        value of MYCOLL_CPU.
+
+Raises:
+    TypeError: There is no such option.
+    ValueError: `cpu` has another value.
+)";
+inline constexpr const char* kOptionsCpu = R"(What carries CPU tensors: `"engine"` (mycoll's own),
+`"gloo"` (torch's), or `""` for the value of MYCOLL_CPU.)";
+inline constexpr const char* kOptionsTimeout = R"(The longest time that an operation may take. A
+`timeout=` given to torch takes precedence.)";
+inline constexpr const char* kOptionsNccl = "How NCCL makes the communicators of this group.";
+inline constexpr const char* kOptionsCopy = R"(Copies the options.
+
+Returns:
+    Options that can be changed independently.
+)";
+inline constexpr const char* kOptionsDeepCopy = R"(Copies the options.
+
+Args:
+    memo: Not used: options contain no Python objects.
+
+Returns:
+    Options that can be changed independently.
+)";
+
+inline constexpr const char* kArgumentError = R"(An argument was refused.
+
+It is a ValueError and a RuntimeError: programs that are written for torch's own backends catch the
+latter.)";
+
+inline constexpr const char* kEndpoint = R"(The compiled half of mycoll.Endpoint.
+
+Any thread may call its methods.)";
+inline constexpr const char* kEndpointInit = R"(Makes this process reachable for others.
+
+Args:
+    name: The same on all ranks; it appears in messages.
+    timeout: The longest time of an operation of its groups.
+    store_host: The host that decides which network interface is used; `""`: not known.
+
+Raises:
+    DistNetworkError: No network interface can be used.
+)";
+inline constexpr const char* kEndpointHandle =
+    "The text that others need to reach this process: a secret, unless MYCOLL_SECRET_FILE is set.";
+inline constexpr const char* kEndpointForm =
+    R"(Makes a group of the processes with these handles, by rank. Returns when all have called it.
+
+Args:
+    uuid: The same on all ranks, and another one for each call.
+    handles: The same on all ranks, in the same order; this process's own is among them.
+    timeout: The longest wait for the others.
+    options: The options of the group.
+    has_device: Whether the group serves tensors on devices, too.
+
+Returns:
+    The backend of the group.
+
+Raises:
+    ArgumentError: The uuid was used before, or the handles are not those of the other ranks.
+    DistBackendError: A rank has ended, or did not come in time. Then no rank has the group.
+)";
+inline constexpr const char* kEndpointSend = R"(Sends a text to another process.
+
+The texts of a process arrive in order. A text to a process that has ended is dropped.
+
+Args:
+    handle: The handle of the process that receives it.
+    text: What `receive()` returns there.
+
+Raises:
+    ArgumentError: It is not a handle of this version of mycoll.
+)";
+inline constexpr const char* kEndpointReceive =
+    R"(Waits for a text, or until a process that is watched ends.
+
+Args:
+    timeout: The longest wait.
+
+Returns:
+    The texts that have arrived since the call before.
+)";
+inline constexpr const char* kEndpointWatch =
+    R"(Begins to watch processes, for `loss_of()`. Those that a text is sent to are watched as well.
+
+Args:
+    handles: The handles of the processes.
+
+Raises:
+    ArgumentError: One of them is not a handle of this version of mycoll.
+)";
+inline constexpr const char* kEndpointLossOf =
+    R"(Returns whether a process was lost, and how that was detected.
+
+Args:
+    handle: The handle of the process.
+
+Returns:
+    How this process has detected that the other one has ended or cannot be reached; `""` if it has
+    not.
+)";
+
+inline constexpr const char* kBackend = R"(One rank's end of a group.
+
+init_process_group and new_group make it; `group._get_backend(device)` returns it.)";
+inline constexpr const char* kBackendInit = R"(Joins a group. Returns when all ranks have joined.
+
+Args:
+    store: Where the ranks find each other.
+    rank: This rank.
+    size: The number of ranks.
+    timeout: For joining, and for each operation.
+    group_id: The name of the group, the same on all ranks.
+    global_ranks: The ranks of the job that the group consists of, by rank.
+    options: The group changes a copy of them; `None`: the defaults.
+    has_device: Whether the group serves tensors on devices, too.
+    of_job: Whether `global_ranks` are ranks of the job, as messages name them.
+    shown: The options of the backend in whose place this one is; `None`: of no other.
+    enable_reconfigure: Whether the group can get other ranks (torch 2.14 and later).
+
+Raises:
+    ArgumentError: An argument is wrong, or the ranks have been given different ones.
+    DistBackendError: A rank has ended, or did not come in time.
+)";
+inline constexpr const char* kBackendOptions =
+    "The options that the group uses: mycoll's, or those of the backend that mycoll replaces.";
+inline constexpr const char* kBackendTransport = R"(Returns how this rank reaches the others.
+
+Returns:
+    `"shm"`, `"tcp"`, `"shm+tcp"`, or `"self"` for a group of one rank.
+)";
+inline constexpr const char* kBackendEncryption =
+    R"(Returns how the bytes that this rank exchanges with other hosts are encrypted.
+
+Returns:
+    For example `"TLS 1.3 PSK, AES-128-GCM"`; `""` if they are not.
+)";
+inline constexpr const char* kBackendDeviceTransport =
+    R"(Returns how tensors on devices are transferred.
+
+Returns:
+    `"nccl"`, `"host"`, or `""` before the first call with such a tensor.
+)";
+inline constexpr const char* kBackendRegisterMemory =
+    R"(Registers memory with NCCL's communicator on a device. Does nothing without NCCL.
+
+Args:
+    device: Such as `"cuda:0"`.
+    address: Where the memory begins.
+    bytes: Its size.
+    symmetric: Whether all ranks call this, in the same order and with the same size.
+
+Raises:
+    ArgumentError: The memory is registered already, with other arguments.
+    DistBackendError: NCCL refuses it.
+)";
+inline constexpr const char* kBackendDeregisterMemory = R"(Undoes `_register_memory()`.
+
+Args:
+    address: Where the memory begins.
+
+Raises:
+    ArgumentError: It is not registered.
+)";
+inline constexpr const char* kBackendMemAllocator =
+    "NCCL's allocator, for torch.cuda.MemPool(). Raises RuntimeError if NCCL has none.";
+inline constexpr const char* kBackendRegisterMemPool =
+    R"(Registers a pool as mycoll.register_mem_pool() does, by the name of torch's nccl.
+
+Args:
+    pool: A torch.cuda.MemPool.
+    symm: Whether all ranks register a pool with the same segments, in the same order.
+
+Raises:
+    ArgumentError: The memory is registered already, with other arguments.
+)";
+inline constexpr const char* kBackendDeregisterMemPool = R"(Undoes `register_mem_pool()`.
+
+Args:
+    pool: The pool that was registered.
+
+Raises:
+    ArgumentError: It is not registered.
+)";
+inline constexpr const char* kBackendSupportsTensorAlloc =
+    R"(Returns whether `allocate_tensor()` has memory for a device.
+
+Args:
+    device: A torch.device.
+
+Returns:
+    True once the group's tensors travel through an NCCL that allocates memory.
+)";
+inline constexpr const char* kBackendAllocateTensor =
+    R"(Makes an uninitialised tensor in memory that NCCL reads and writes without a copy.
+
+Args:
+    size: The number of elements.
+    dtype: The dtype of the tensor.
+    device: The device of the tensor.
+
+Returns:
+    The tensor, with one dimension.
+
+Raises:
+    ValueError: `supports_tensor_alloc()` is false for the device.
+)";
+inline constexpr const char* kBackendCommPtr =
+    R"(Gives NCCL's communicator on the current device to libraries that call NCCL themselves.
+
+Returns:
+    The address of the ncclComm_t. It becomes invalid when the group is destroyed or fails.
+
+Raises:
+    ArgumentError: There is none: no collective has made it, or tensors travel through host memory.
+)";
+inline constexpr const char* kBackendSupportsWindow = "Whether `new_window()` can be called.";
+inline constexpr const char* kBackendNewWindow = R"(Makes a window as mycoll.new_window() does.
+
+Args:
+    tensor: The memory that the others write to; `None`: Window.tensor_register() opens it later.
+
+Returns:
+    The window.
+
+Raises:
+    ArgumentError: As for Window.tensor_register().
+)";
+inline constexpr const char* kBackendSplitDevices =
+    R"(Gives a child group that was split off a part of NCCL's communicator, if there is one.
+
+All ranks of this group call it after the split.
+
+Args:
+    child: The child; `None` if this rank is in none.
+    willing: False if this rank could not make its child; then no rank splits the communicator.
+)";
+inline constexpr const char* kBackendName = "The group's name.";
+inline constexpr const char* kBackendDropCoalescing =
+    "Drops the calls that this thread has collected in a coalescing block that raised an "
+    "exception.";
+inline constexpr const char* kBackendSetDefaultTimeout = R"(Changes the timeout of later operations.
+
+Args:
+    timeout: The longest time that an operation may take.
+)";
+inline constexpr const char* kBackendPerformNocolorSplit =
+    R"(Does nothing: a new group's members meet without the ranks that are not in it.
+
+Args:
+    device: Not used.
+)";
+
+inline constexpr const char* kWindowOptions =
+    R"(The options of one call on a window. Under torch 2.14
+and later this is torch's own class.)";
+inline constexpr const char* kWindowOptionsInit = "Makes options with the group's timeout.";
+inline constexpr const char* kWindowOptionsTimeout =
+    "The longest time that the call may take, a timedelta; negative: the group's timeout.";
+inline constexpr const char* kWindowOptionsHints = "For other backends.";
+inline constexpr const char* kWindowAccessType =
+    "Whether a rank's memory is mapped here (UNIFIED) or written by messages (SEPARATE).";
+inline constexpr const char* kWindowAttr = "The properties of a rank's memory.";
+inline constexpr const char* kWindowAttrAccessType = "A WindowAccessType.";
+
+inline constexpr const char* kWindow = R"(Memory of each rank that the others write to.
+
+mycoll.new_window() makes it. Ranks are ranks of its group. With `async_op` a call returns
+immediately, with a Work that is done when the operation is; without it, it returns `None`
+afterwards.
+From torch 2.14 on it is a subclass of torch's Window.
+
+Example:
+    window = mycoll.new_window(mycoll.zeros(4))
+    if dist.get_rank() == 0:
+        window.put(torch.ones(2), dst_rank=1, target_offset_nelems=2, async_op=False)
+        window.signal(peer_rank=1, async_op=False)
+    elif dist.get_rank() == 1:
+        window.wait_signal(peer_rank=0, async_op=False)  # [0, 0, 1, 1]
+    window.tensor_deregister()
+)";
+inline constexpr const char* kWindowTensorRegister =
+    R"(Opens the window on a tensor. All ranks call it together, each with its own size and dtype.
+
+The window holds the tensor's memory until it is closed.
+
+Args:
+    tensor: A contiguous CPU tensor of at most 16 dimensions.
+    owning: For other backends: this one always holds the memory.
+
+Raises:
+    ArgumentError: The tensor cannot be written by others, or the window is open.
+)";
+inline constexpr const char* kWindowTensorDeregister =
+    R"(Closes the window. All ranks call it together.
+
+Raises:
+    ArgumentError: It is not open.
+)";
+inline constexpr const char* kWindowPut = R"(Writes a tensor into the window of a rank.
+
+Args:
+    tensor: What to write; it has the dtype of that rank's tensor.
+    dst_rank: The rank to whose memory it is written.
+    target_offset_nelems: The element of that rank's tensor to begin at.
+    async_op: Whether to return immediately.
+    opts: A mycoll.PutOptions.
+
+Returns:
+    A Work with `async_op`, otherwise `None`. When it is done, `tensor` may be changed.
+
+Raises:
+    ArgumentError: The dtype differs, or the elements do not fit.
+)";
+inline constexpr const char* kWindowMapRemoteTensor =
+    R"(Maps the tensor that a rank of this host has registered.
+
+Args:
+    rank: The rank.
+
+Returns:
+    A tensor that shares that rank's memory.
+
+Raises:
+    NotImplementedError: The rank is on another host, or its tensor is not one of mycoll.empty().
+)";
+inline constexpr const char* kWindowSignal =
+    R"(Signals a rank, which then sees what was put into its window before.
+
+Args:
+    peer_rank: The rank that is signalled.
+    async_op: Whether to return immediately.
+    opts: A mycoll.SignalOptions.
+
+Returns:
+    A Work with `async_op`, otherwise `None`.
+)";
+inline constexpr const char* kWindowWaitSignal = R"(Waits for one signal from a rank.
+
+Args:
+    peer_rank: The rank that signals.
+    async_op: Whether to return immediately.
+    opts: A mycoll.WaitSignalOptions.
+
+Returns:
+    A Work with `async_op`, otherwise `None`.
+
+Raises:
+    DistBackendError: No signal came in time, or the rank was lost.
+)";
+inline constexpr const char* kWindowGetAttr = R"(Returns how a rank's memory is written.
+
+Args:
+    peer_rank: The rank.
+
+Returns:
+    `.access_type`: UNIFIED if that rank's tensor is mapped here, otherwise SEPARATE.
+)";
+
+inline constexpr const char* kSetNcclWheel =
+    R"(Names the NCCL of the nvidia-nccl wheel. Called before the first group.
+
+Args:
+    path: The path of its library; `""`: there is none.
+)";
+inline constexpr const char* kSetWhyNoDevices =
+    R"(Gives the reason for which groups serve no tensors on devices. Called before the first group.
+
+Args:
+    why: The rest of a sentence.
+)";
+inline constexpr const char* kRequireNcclMemory = R"(Checks that NCCL allocates memory.
+
+Raises:
+    RuntimeError: NCCL is not there, or too old.
+)";
+inline constexpr const char* kUseNccl =
+    R"(For tests: uses this file as NCCL, even if torch has loaded another one.
+
+Args:
+    path: The path of the library.
+
+Raises:
+    RuntimeError: It cannot be loaded, or is not NCCL.
+)";
+inline constexpr const char* kEnvironment = R"(Lists the MYCOLL_* variables.
+
+Returns:
+    A dictionary for each: name, default, value, help, is_set, source.
+)";
+inline constexpr const char* kUnknownVariables =
+    R"(Finds MYCOLL_* variables that are set but do not exist, most likely misspelt.
+
+Returns:
+    Each with the known name that it resembles, or `""`.
+)";
+inline constexpr const char* kChooseInterface = R"(Chooses the network interfaces of a group.
+
+Args:
+    store_host: The host of the group's store; `""`: not known.
+
+Returns:
+    Names and addresses, IPv4 first.
+
+Raises:
+    DistNetworkError: No interface can be used.
+)";
+inline constexpr const char* kUsableCores = R"(Counts the cores that this process may keep busy.
+
+Returns:
+    The number of cores in its affinity, limited by the quota of its cgroup.
+)";
+inline constexpr const char* kLogTo = R"(Sends the engine's log to a file.
+
+Args:
+    file: Its path; `""`: stderr.
+    level: What is logged: the position of a word of MYCOLL_LOG, from off = 0 on.
+)";
+inline constexpr const char* kDumpTrace =
+    R"(Writes the last operations of this process to a file.
+
+Args:
+    path: The file; `""`: where failures are written.
+
+Returns:
+    The path.
+
+Raises:
+    ArgumentError: It cannot be written.
+)";
+inline constexpr const char* kBetterSumBlock =
+    R"(Finds the MYCOLL_SUM_BLOCK with which hosts send fewer partial sums.
+
+Args:
+    hosts: The number of ranks on each host, in the order of ranks.
+
+Returns:
+    The value; 0 if none is better.
+)";
+inline constexpr const char* kCopyStreaming =
+    R"(Copies memory past the CPU's caches, as the engine does. For benchmarks.
+
+Args:
+    destination: The address to write to.
+    source: The address to read from.
+    bytes: How many.
+)";
+inline constexpr const char* kOpenSharedTensors =
+    R"(From here on, makes this thread's CPU tensors in memory that other ranks can read.
+
+Raises:
+    RuntimeError: Another allocator has taken the place of mycoll's.
+)";
+inline constexpr const char* kCloseSharedTensors =
+    R"(Ends the latest `_open_shared_tensors()` of this thread.
+
+Raises:
+    RuntimeError: There is none.
+)";
+inline constexpr const char* kIsSharedMemory = R"(Returns whether memory belongs to a shared tensor.
+
+Args:
+    address: Where the memory begins.
+    bytes: Its size.
+
+Returns:
+    Whether all of it does.
+)";
+inline constexpr const char* kSharedMemoryUsage =
+    R"(For tests: measures the memory of shared tensors.
+
+Returns:
+    The bytes that are mapped, and those of them that are in use.
+)";
+inline constexpr const char* kCloseAll =
+    R"(Closes the groups that were never destroyed, while the interpreter still exists.
+
+Args:
+    reason: Sent to the other ranks; `""`: none.
+)";
+inline constexpr const char* kWriteCoverage =
+    "For tests: adds the counts of this process to the files of the coverage measurement.";
+
+}  // namespace mycoll::doc

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -16,6 +14,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.crew import Crew
 from worlds.threads import on_all
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
@@ -80,73 +79,23 @@ def test_an_older_torch_has_no_reconfigure() -> None:
 # --- processes that are killed --------------------------------------------------------------------
 
 
-def follow(pipe: Connection, name: str) -> None:
+def follow(pipe: Connection) -> None:
     """A process: forms the groups that it is told, and sums until a rank is lost."""
     torch.set_num_threads(1)
-    endpoint = mycoll.Endpoint(name=name, timeout=PATIENCE)
+    endpoint = mycoll.Endpoint(timeout=PATIENCE)
     pipe.send(endpoint.handle)
     group = None
-    while True:
-        uuid, handles, value = pipe.recv()
-        if uuid is None:
-            break
+    while (told := pipe.recv()) is not None:
         if group is not None:
             group.abort()
-        began = time.monotonic()
+        uuid, handles, value = told
         group = endpoint.form(uuid, handles)
-        result = total(group, value)
-        pipe.send((group.rank(), result, time.monotonic() - began))
+        pipe.send((group.rank(), total(group, value)))
         try:
             while True:
                 total(group, value)
         except dist.DistBackendError:
             pipe.send("lost")
-    pipe.close()
-
-
-class Crew:
-    """Processes that follow."""
-
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
-        self.uuid = 0
-        self.all: dict[int, tuple[Any, Connection, str]] = {}  # by value
-        self.waiting: list[tuple[int, Any, Connection]] = []
-
-    def start(self, values: list[int]) -> None:
-        for value in values:
-            here, there = self.context.Pipe()
-            process = self.context.Process(target=follow, args=(there, "crew"), daemon=True)
-            process.start()
-            self.waiting.append((value, process, here))
-        for value, process, here in self.waiting:
-            self.all[value] = (process, here, here.recv())
-        self.waiting.clear()
-
-    def form(self, values: list[int]) -> None:
-        self.uuid += 1
-        handles = [self.all[value][2] for value in values]
-        for value in values:
-            self.all[value][1].send((self.uuid, handles, float(value)))
-        for rank, value in enumerate(values):
-            found = self.all[value][1].recv()
-            assert found[:2] == (rank, float(sum(values)))
-
-    def kill(self, victims: list[int]) -> None:
-        """Kills them, and waits until the others of the group have noticed."""
-        for victim in victims:
-            os.kill(self.all[victim][0].pid, signal.SIGKILL)
-        for victim in victims:
-            self.all.pop(victim)[0].join()
-        for _, pipe, _ in self.all.values():
-            assert pipe.poll(10), "a survivor has not noticed"
-            assert pipe.recv() == "lost"
-
-    def end(self) -> None:
-        for process, pipe, _ in self.all.values():
-            pipe.send((None, None, None))
-            process.join(20)
-            assert process.exitcode == 0
 
 
 def test_survivors_of_kills_go_on_and_others_come() -> None:
@@ -154,21 +103,26 @@ def test_survivors_of_kills_go_on_and_others_come() -> None:
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
     chance = random.Random(seed)
-    crew = Crew()
-    crew.start([1, 2, 3, 4])
-    for step in range(6):
-        members = list(crew.all)
-        chance.shuffle(members)
-        crew.form(members)
-        # Rank 0, some rank, two at once.
-        victims = [members[0]] if step % 3 == 0 else chance.sample(members, 1 + step % 3 // 2)
-        crew.kill(victims)
-        if step % 2:
-            crew.start([10 * step + i for i in range(4 - len(crew.all))])
-    crew.form(list(crew.all))
-    value = next(iter(crew.all))
-    crew.kill([value])
-    crew.end()
+    handles: dict[int, str] = {}
+    with Crew() as crew:
+        for uuid in range(7):
+            while len(crew.living) < (4 if uuid % 2 == 0 else 2):
+                number = crew.start(follow)
+                handles[number] = crew.receive(number)
+            members = chance.sample(crew.living, len(crew.living))
+            expected = float(sum(members) + len(members))
+            for number in members:
+                crew.send(number, (uuid, [handles[each] for each in members], number + 1.0))
+            for rank, number in enumerate(members):
+                assert crew.receive(number) == (rank, expected)
+            # Rank 0, some rank, two at once.
+            count = 2 if uuid % 3 == 2 and len(members) > 2 else 1
+            crew.kill([members[0]] if uuid % 3 == 0 else chance.sample(members, count))
+            for number in crew.living:
+                assert crew.receive(number) == "lost"
+        for number in crew.living:
+            crew.send(number, None)
+            crew.join(number)
 
 
 # --- torch's interface ----------------------------------------------------------------------------

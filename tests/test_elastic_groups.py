@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from datetime import timedelta
@@ -258,3 +259,111 @@ def test_abort_hooks_are_called_for_a_failure() -> None:
     assert called[0].wait(10)
     assert called[1].wait(10)
     assert not called[2].is_set()
+
+
+@needs_reconfigure
+def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
+    def seconds_waited(group: dist.ProcessGroup) -> int:
+        """By an operation that nobody else calls."""
+        with pytest.raises(dist.DistBackendError) as error:
+            group.barrier().wait()
+        found = re.search(r"Timed out waiting (\d+)ms", str(error.value))
+        assert found is not None, error.value
+        return round(int(found[1]) / 1000)
+
+    def pair() -> list[Any]:
+        groups = elastic(2)
+        reconfigure_all(groups, [0, 1], 1)
+        groups[0].set_timeout(timedelta(seconds=1))
+        return groups
+
+    groups = pair()
+    for extension in (1, 2):
+        groups[0]._add_ephemeral_timeout(timedelta(seconds=extension))
+    assert seconds_waited(groups[0]) == 4
+    # Until the first operation ends, it counts for those that are called meanwhile.
+    groups = pair()
+    groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
+    first = groups[0].recv([torch.empty(3)], 1, 0)
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+    second = groups[0].recv([torch.empty(3)], 1, 1)
+    time.sleep(1.5)
+    for tag, work in enumerate((first, second)):
+        groups[1].send([torch.ones(3)], 0, tag).wait()
+        work.wait()
+    assert seconds_waited(groups[0]) == 1
+    # A synchronous one ends it, too, and so does one that was not wanted any more.
+    for call in (lambda group: group.allreduce([torch.ones(3)]).wait(),
+                 lambda group: group.allreduce([torch.ones(3)])):  # fmt: skip
+        groups = pair()
+        groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
+        on_all(lambda i, groups=groups, call=call: call(groups[i]), 2)
+        on_all(lambda i, groups=groups: total(groups[i], 1.0), 2)
+        assert seconds_waited(groups[0]) == 1
+
+
+def reconfigure_as_told(pipe: Connection) -> None:
+    """A process: sends what reconfigure() and an operation after it do."""
+    torch.set_num_threads(1)
+    (group,) = elastic(1)
+    pipe.send(group.get_reconfigure_handle())
+    while (told := pipe.recv()) is not None:
+        for action in (lambda told=told: group.reconfigure(options(*told)).wait() and "formed",
+                       lambda: total(group, 1.0)):  # fmt: skip
+            try:
+                pipe.send(action())
+            except dist.DistBackendError as error:
+                pipe.send(str(error))
+
+
+@needs_reconfigure
+@pytest.mark.parametrize("role", ["newcomer", "member"])
+def test_a_rank_that_dies_during_reconfigure(role: str) -> None:
+    """At any step. The group before stays usable, if the rank was not in it, unless the next one
+    was formed; then each operation raises. Without the rank it goes on."""
+    seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
+    print("seed", seed)
+    chance = random.Random(seed)
+    with Crew() as crew:
+        survivors = [crew.start(reconfigure_as_told) for _ in range(2)]
+        handles = {number: crew.receive(number) for number in survivors}
+        uuid = 0
+
+        def reconfigure(members: list[int]) -> None:
+            nonlocal uuid
+            uuid += 1
+            for number in set(members) & set(crew.living):
+                crew.send(number, (uuid, [handles[each] for each in members]))
+
+        def outcomes(members: list[int]) -> list[Any]:
+            return [(crew.receive(number), crew.receive(number)) for number in members]
+
+        for delay in (None, 0.0, *(chance.uniform(0, 0.02) for _ in range(6))):
+            victim = crew.start(reconfigure_as_told)
+            handles[victim] = crew.receive(victim)
+            everyone = [*survivors, victim]
+            chance.shuffle(everyone)
+            if role == "member":
+                reconfigure(everyone)
+                assert outcomes(everyone) == [("formed", 3.0)] * 3
+            else:
+                reconfigure(survivors)
+                assert outcomes(survivors) == [("formed", 2.0)] * 2
+            if delay is None:  # before
+                crew.kill([victim])
+            reconfigure(everyone)
+            if delay is not None:
+                time.sleep(delay)
+                crew.kill([victim])
+            found = outcomes(survivors)
+            has_ended = re.compile(r"\b(has ended|missing|gone|lost|without this rank)\b")
+            for formed, result in found:
+                assert formed == "formed" or has_ended.search(formed), formed
+                if isinstance(result, str):
+                    assert has_ended.search(result), result
+                else:
+                    assert result in (2.0, 3.0)
+            if role == "newcomer" and not any(formed == "formed" for formed, _ in found):
+                assert [result for _, result in found] == [2.0] * 2
+            reconfigure(survivors)
+            assert outcomes(survivors) == [("formed", 2.0)] * 2

@@ -128,6 +128,7 @@ class ElasticGroup:
         self._generation = 0
         self._used = 0  # the highest number of a group that this process was asked to form
         self._newcomers: list[str] = []
+        self._joined: set[str] = set()  # have sent this process a join since it formed a group
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
         self._why: list[str] = []
         known = [*handles, *(_publish(store, self.handle) if store is not None else ())]
@@ -298,7 +299,11 @@ class ElasticGroup:
         self._group = group
         self._generation = number
         self._members = handles
-        self._newcomers = [each for each in self._newcomers if each not in handles]
+        # A rank of the last group that followed this process, which has followed another one, is in
+        # no group, and may not know a rank of this one.
+        known = dict.fromkeys([*self._newcomers, *self._joined])
+        self._newcomers = [each for each in known if each not in handles and each != self.handle]
+        self._joined.clear()
         self._native.watch([*handles, *self._newcomers])
         self._why = []
         log.info("elastic group %d: rank %d of %d", number, self.rank, self.size)
@@ -326,6 +331,7 @@ class ElasticGroup:
             else:
                 others.append(text)
             if text["kind"] == "join":
+                self._joined.add(source)
                 for newcomer in (source, *text["newcomers"]):
                     self._note(newcomer)
         self._newcomers = [each for each in self._newcomers if not self._is_lost(each)]

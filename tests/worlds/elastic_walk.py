@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ from worlds.hosts import enter
 PROC = Path("/proc/self")
 RECOVERY = 60.0
 BITS = 48  # a float64 holds any sum of these powers of two
-MOST_DESCRIPTORS, MOST_THREADS = 32, 16
+MOST_DESCRIPTORS, MOST_THREADS = 40, 8
 
 
 class Report(NamedTuple):
@@ -47,15 +48,20 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
     if store is not None:
         options["store"] = dist.TCPStore(*store)
     recovery = timedelta(seconds=options.pop("recovery", RECOVERY))
+    patience = options.pop("patience", None)
     try:
         members = mycoll.ElasticGroup(handles=handles, **options)
     except dist.DistBackendError as error:
         pipe.send(str(error))
         return
     pipe.send(members.handle)
-    reported = 0
+    reported = timed = 0
     while True:
         try:
+            if patience is not None and members.generation != timed:
+                timed = members.generation
+                backend = members.group._get_backend(torch.device("cpu"))
+                backend._set_default_timeout(timedelta(seconds=patience))
             dist.all_reduce(torch.ones(5), group=members.group)
             x = torch.full((70_000,), 2.0**bit, dtype=torch.float64)
             dist.all_reduce(x, group=members.group)
@@ -81,7 +87,8 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
 
 class ElasticCrew(Crew):
     """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
-    the address of a TCPStore as `store`, and the timeout of recover() as `recovery`."""
+    the address of a TCPStore as `store`; in seconds, `recovery`: the timeout of recover(), and
+    `patience`: of operations, where it is not that of the first group."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -137,27 +144,33 @@ class ElasticCrew(Crew):
 
 
 def walk(seed: int, steps: int, most: int, **options: Any) -> None:
-    """Kills, stops, starts and closes processes, several at once; all that live find each other."""
+    """Kills, starts and closes processes, several at once; all that live find each other. With
+    patience: also stops them, so that the others continue without."""
     chance = random.Random(seed)
     kinds = ["kill", "kill", "start", "start", "both", "close"]
+    if "patience" in options:
+        kinds.append("stop")
     with ElasticCrew(**options) as crew:
         crew.enlist(1)
         crew.settle()
         for _ in range(steps):
-            kind = chance.choice(kinds)
-            killed: list[int] = []
-            if kind in ("kill", "both") and len(crew.living) > 1:
-                count = chance.randint(1, min(2, len(crew.living) - 1))
-                killed = chance.sample(crew.living, count)
-            survivors = [number for number in crew.living if number not in killed]
-            if kind in ("start", "both") or len(survivors) < 2:
-                through = chance.sample(survivors, min(len(survivors), 2))
-                crew.enlist(chance.randint(1, max(1, most - len(survivors))), through)
-            if killed:
-                crew.kill(killed)
-                crew.settle()
-            elif len(crew.living) > len(survivors):
-                crew.settle()
-            if kind == "close" and len(crew.living) > 1:
-                crew.close(chance.choice(crew.living))
-                crew.settle()
+            living = crew.living
+            victims = chance.sample(living, chance.randint(1, min(2, len(living) - 1) or 1))
+            kind = "start" if len(living) == 1 else chance.choice(kinds)
+            survivors = [n for n in living if kind == "start" or n not in victims]
+            if kind in ("start", "both") and len(survivors) < most:
+                through = chance.sample(survivors, min(2, len(survivors)))
+                crew.enlist(chance.randint(1, most - len(survivors)), through)
+            if kind in ("kill", "both"):
+                crew.kill(victims)
+            elif kind == "close":
+                crew.close(victims[0])
+            elif kind == "stop":
+                for each in victims:
+                    crew.signal(each, signal.SIGSTOP)
+                crew.settle(without=victims)
+                for each in victims:
+                    crew.signal(each, signal.SIGCONT)
+            elif len(living) == len(crew.living):
+                continue  # nobody has come
+            crew.settle()

@@ -195,7 +195,10 @@ Status Forming::run(GroupAddress* result) {
 
 Status Forming::openReception(const std::string& nonce) {
   if (!listening_) listening_.emplace(*engine_);
-  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
+  MYCOLL_RETURN_IF_ERROR(
+      Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back()));
+  engine_->mesh()->progress();  // raises events for the frames that arrived before
+  return Status();
 }
 
 // ---- the store

@@ -15,15 +15,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import signal
 import statistics
+import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+sys.path.insert(0, TESTS)
+os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+
+from worlds.crew import Crew  # noqa: E402
 
 now = time.monotonic
 
@@ -95,93 +102,82 @@ def agree(pipe: Connection, *_: Any) -> None:
             members.recover()
 
 
-class Crew:
-    def __init__(self, backend: str) -> None:
-        self.context = multiprocessing.get_context("spawn")
+class Members:
+    """The ranks, and how long each of them takes."""
+
+    def __init__(self, crew: Crew, backend: str) -> None:
+        self.crew = crew
         self.backend = backend
         self.uuid = 0
-        self.started = 0
-        here, there = self.context.Pipe()
-        self.server = self.context.Process(target=serve, args=(there,), daemon=True)
-        self.server.start()
-        self.port = here.recv()
+        self.handles: dict[int, str] = {}  # gloo's is another one in each group
+        self.server = crew.start(serve)
+        self.port = crew.receive(self.server)
 
-    def start(self, count: int) -> list[tuple[Any, Connection, str]]:
-        fresh = []
+    def start(self, count: int) -> list[int]:
+        program = agree if self.backend == "group" else follow
+        started = []
         for _ in range(count):
-            here, there = self.context.Pipe()
-            arguments = (there, self.backend, self.port, self.started)
-            program = agree if self.backend == "group" else follow
-            process = self.context.Process(target=program, args=arguments, daemon=True)
-            process.start()
-            fresh.append((process, here))
-            self.started += 1
-        return [(process, pipe, pipe.recv()) for process, pipe in fresh]
+            started.append(self.crew.start(program, self.backend, self.port, len(self.handles)))
+            self.handles[started[-1]] = ""
+        for each in started:
+            self.handles[each] = self.crew.receive(each)
+        return started
 
-    def form(self, members: list[tuple[Any, Connection, str]]) -> float:
+    def form(self, members: list[int]) -> float:
         """Returns the time when the last one had the right sum."""
         self.uuid += 1
-        handles = [handle for _, _, handle in members]
-        for _, pipe, handle in members:
+        handles = [self.handles[each] for each in members]
+        for each in members:
             if self.backend != "group":
-                pipe.send((self.uuid, handles))
-            elif not handle:
-                pipe.send([each for each in handles if each][:1])
-        return max(self.answers(members, "right"))
+                self.crew.send(each, (self.uuid, handles))
+            elif not self.handles[each]:
+                self.crew.send(each, [handle for handle in handles if handle][:1])
+        return max(self.answer(each, "right") for each in members)
 
-    def answers(self, members: list[tuple[Any, Connection, str]], word: str) -> list[float]:
-        times = []
-        for i, (process, pipe, _) in enumerate(members):
-            found, when, handle = pipe.recv()
-            while found == "lost" and word == "right":  # it had noticed that others went on
-                found, when, handle = pipe.recv()
-            assert found == word, found
-            if handle:  # gloo's is another one each time
-                members[i] = (process, pipe, handle)
-            times.append(when)
-        return times
+    def answer(self, member: int, word: str) -> float:
+        found, when, handle = self.crew.receive(member)
+        while found == "lost" and word == "right":  # it had noticed that others went on
+            found, when, handle = self.crew.receive(member)
+        assert found == word, found
+        if handle:
+            self.handles[member] = handle
+        return float(when)
 
 
 def run(
-    backend: str, ranks: int, events: int, has_store: bool, seed: int
+    crew: Crew, backend: str, ranks: int, events: int, has_store: bool, seed: int
 ) -> dict[str, list[float]]:
     chance = random.Random(seed)
-    crew = Crew(backend)
-    members = crew.start(ranks)
+    group = Members(crew, backend)
+    members = group.start(ranks)
     times: dict[str, list[float]] = {
         "from the exception": [], "from the kill": [], "join": []
     }  # fmt: skip
-    spares: list[Any] = crew.start(events) if not has_store else []
+    spares = [] if has_store else group.start(events)
     if backend == "group":  # each one joins those before it
-        fresh, members = members, []
-        for each in fresh:
-            members.append(each)
-            crew.form(members)
+        for count in range(1, ranks + 1):
+            group.form(members[:count])
     else:
-        crew.form(members)
+        group.form(members)
     if not has_store:
-        crew.server.kill()
-        crew.server.join()
+        crew.kill([group.server])
     for _ in range(events):
         if not spares:
-            spares = crew.start(min(8, events))
+            spares = group.start(min(8, events))
             time.sleep(1)
         time.sleep(0.2)
         victim = members.pop(chance.randrange(len(members)))
         killed = now()
-        os.kill(victim[0].pid, signal.SIGKILL)
-        noticed = max(crew.answers(members, "lost"))
-        right = crew.form(members)
+        crew.signal(victim, signal.SIGKILL)
+        noticed = max(group.answer(each, "lost") for each in members)
+        right = group.form(members)
         times["from the exception"].append(1e3 * (right - noticed))
         times["from the kill"].append(1e3 * (right - killed))
-        victim[0].join()
+        crew.kill([victim])
         time.sleep(0.2)
         members.insert(chance.randrange(len(members) + 1), spares.pop())
         began = now()
-        times["join"].append(1e3 * (crew.form(members) - began))
-    for process, _, _ in members + spares:
-        process.kill()
-    crew.server.kill()
+        times["join"].append(1e3 * (group.form(members) - began))
     return times
 
 
@@ -194,7 +190,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    times = run(given.backend, given.ranks, given.events, not given.no_store, given.seed)
+    with Crew() as crew:
+        times = run(crew, given.backend, given.ranks, given.events, not given.no_store, given.seed)
     if given.json:
         print(json.dumps(times))
         return

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
+import re
 import threading
 import time
 from datetime import timedelta
@@ -16,6 +15,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.crew import Crew
 from worlds.threads import on_all
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
@@ -80,73 +80,23 @@ def test_an_older_torch_has_no_reconfigure() -> None:
 # --- processes that are killed --------------------------------------------------------------------
 
 
-def follow(pipe: Connection, name: str) -> None:
+def follow(pipe: Connection) -> None:
     """A process: forms the groups that it is told, and sums until a rank is lost."""
     torch.set_num_threads(1)
-    endpoint = mycoll.Endpoint(name=name, timeout=PATIENCE)
+    endpoint = mycoll.Endpoint(timeout=PATIENCE)
     pipe.send(endpoint.handle)
     group = None
-    while True:
-        uuid, handles, value = pipe.recv()
-        if uuid is None:
-            break
+    while (told := pipe.recv()) is not None:
         if group is not None:
             group.abort()
-        began = time.monotonic()
+        uuid, handles, value = told
         group = endpoint.form(uuid, handles)
-        result = total(group, value)
-        pipe.send((group.rank(), result, time.monotonic() - began))
+        pipe.send((group.rank(), total(group, value)))
         try:
             while True:
                 total(group, value)
         except dist.DistBackendError:
             pipe.send("lost")
-    pipe.close()
-
-
-class Crew:
-    """Processes that follow."""
-
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
-        self.uuid = 0
-        self.all: dict[int, tuple[Any, Connection, str]] = {}  # by value
-        self.waiting: list[tuple[int, Any, Connection]] = []
-
-    def start(self, values: list[int]) -> None:
-        for value in values:
-            here, there = self.context.Pipe()
-            process = self.context.Process(target=follow, args=(there, "crew"), daemon=True)
-            process.start()
-            self.waiting.append((value, process, here))
-        for value, process, here in self.waiting:
-            self.all[value] = (process, here, here.recv())
-        self.waiting.clear()
-
-    def form(self, values: list[int]) -> None:
-        self.uuid += 1
-        handles = [self.all[value][2] for value in values]
-        for value in values:
-            self.all[value][1].send((self.uuid, handles, float(value)))
-        for rank, value in enumerate(values):
-            found = self.all[value][1].recv()
-            assert found[:2] == (rank, float(sum(values)))
-
-    def kill(self, victims: list[int]) -> None:
-        """Kills them, and waits until the others of the group have noticed."""
-        for victim in victims:
-            os.kill(self.all[victim][0].pid, signal.SIGKILL)
-        for victim in victims:
-            self.all.pop(victim)[0].join()
-        for _, pipe, _ in self.all.values():
-            assert pipe.poll(10), "a survivor has not noticed"
-            assert pipe.recv() == "lost"
-
-    def end(self) -> None:
-        for process, pipe, _ in self.all.values():
-            pipe.send((None, None, None))
-            process.join(20)
-            assert process.exitcode == 0
 
 
 def test_survivors_of_kills_go_on_and_others_come() -> None:
@@ -154,21 +104,26 @@ def test_survivors_of_kills_go_on_and_others_come() -> None:
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
     chance = random.Random(seed)
-    crew = Crew()
-    crew.start([1, 2, 3, 4])
-    for step in range(6):
-        members = list(crew.all)
-        chance.shuffle(members)
-        crew.form(members)
-        # Rank 0, some rank, two at once.
-        victims = [members[0]] if step % 3 == 0 else chance.sample(members, 1 + step % 3 // 2)
-        crew.kill(victims)
-        if step % 2:
-            crew.start([10 * step + i for i in range(4 - len(crew.all))])
-    crew.form(list(crew.all))
-    value = next(iter(crew.all))
-    crew.kill([value])
-    crew.end()
+    handles: dict[int, str] = {}
+    with Crew() as crew:
+        for uuid in range(7):
+            while len(crew.living) < (4 if uuid % 2 == 0 else 2):
+                number = crew.start(follow)
+                handles[number] = crew.receive(number)
+            members = chance.sample(crew.living, len(crew.living))
+            expected = float(sum(members) + len(members))
+            for number in members:
+                crew.send(number, (uuid, [handles[each] for each in members], number + 1.0))
+            for rank, number in enumerate(members):
+                assert crew.receive(number) == (rank, expected)
+            # Rank 0, some rank, two at once.
+            count = 2 if uuid % 3 == 2 and len(members) > 2 else 1
+            crew.kill([members[0]] if uuid % 3 == 0 else chance.sample(members, count))
+            for number in crew.living:
+                assert crew.receive(number) == "lost"
+        for number in crew.living:
+            crew.send(number, None)
+            crew.join(number)
 
 
 # --- torch's interface ----------------------------------------------------------------------------
@@ -304,3 +259,109 @@ def test_abort_hooks_are_called_for_a_failure() -> None:
     assert called[0].wait(10)
     assert called[1].wait(10)
     assert not called[2].is_set()
+
+
+@needs_reconfigure
+def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
+    def seconds_waited(group: dist.ProcessGroup) -> int:
+        """By an operation that nobody else calls."""
+        with pytest.raises(dist.DistBackendError) as error:
+            group.barrier().wait()
+        found = re.search(r"Timed out waiting (\d+)ms", str(error.value))
+        assert found is not None, error.value
+        return round(int(found[1]) / 1000)
+
+    def pair() -> list[Any]:
+        groups = elastic(2)
+        reconfigure_all(groups, [0, 1], 1)
+        groups[0].set_timeout(timedelta(seconds=1))
+        return groups
+
+    groups = pair()
+    for extension in (1, 2):
+        groups[0]._add_ephemeral_timeout(timedelta(seconds=extension))
+    assert seconds_waited(groups[0]) == 4
+    # Until the first operation ends, it counts for those that are called meanwhile.
+    groups = pair()
+    groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
+    first = groups[0].recv([torch.empty(3)], 1, 0)
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+    second = groups[0].recv([torch.empty(3)], 1, 1)
+    time.sleep(1.5)
+    for tag, work in enumerate((first, second)):
+        groups[1].send([torch.ones(3)], 0, tag).wait()
+        work.wait()
+    assert seconds_waited(groups[0]) == 1
+    # A synchronous one ends it, too, and so does one that was not wanted any more.
+    for call in (lambda group: group.allreduce([torch.ones(3)]).wait(),
+                 lambda group: group.allreduce([torch.ones(3)])):  # fmt: skip
+        groups = pair()
+        groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
+        on_all(lambda i, groups=groups, call=call: call(groups[i]), 2)
+        on_all(lambda i, groups=groups: total(groups[i], 1.0), 2)
+        assert seconds_waited(groups[0]) == 1
+
+
+def reconfigure_as_told(pipe: Connection) -> None:
+    """A process: sends what reconfigure() and an operation after it do."""
+    torch.set_num_threads(1)
+    (group,) = elastic(1)
+    pipe.send(group.get_reconfigure_handle())
+    while (told := pipe.recv()) is not None:
+        for action in (lambda told=told: group.reconfigure(options(*told)).wait() and "formed",
+                       lambda: total(group, 1.0)):  # fmt: skip
+            try:
+                pipe.send(action())
+            except dist.DistBackendError as error:
+                pipe.send(str(error))
+
+
+@needs_reconfigure
+@pytest.mark.parametrize("role", ["newcomer", "member"])
+def test_a_rank_that_dies_during_reconfigure(role: str) -> None:
+    """At any step. The group before stays usable, if the rank was not in it, unless the next one
+    was formed; then each operation raises. Without the rank it goes on."""
+    seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
+    print("seed", seed)
+    chance = random.Random(seed)
+    with Crew() as crew:
+        survivors = [crew.start(reconfigure_as_told) for _ in range(2)]
+        handles = {number: crew.receive(number) for number in survivors}
+        uuid = 0
+
+        def reconfigure(members: list[int]) -> None:
+            nonlocal uuid
+            uuid += 1
+            for number in set(members) & set(crew.living):
+                crew.send(number, (uuid, [handles[each] for each in members]))
+
+        def outcomes(members: list[int]) -> list[Any]:
+            return [(crew.receive(number), crew.receive(number)) for number in members]
+
+        for delay in (None, 0.0, *(chance.uniform(0, 0.02) for _ in range(6))):
+            victim = crew.start(reconfigure_as_told)
+            handles[victim] = crew.receive(victim)
+            everyone = [*survivors, victim]
+            chance.shuffle(everyone)
+            if role == "member":
+                reconfigure(everyone)
+                assert outcomes(everyone) == [("formed", 3.0)] * 3
+            else:
+                reconfigure(survivors)
+                assert outcomes(survivors) == [("formed", 2.0)] * 2
+            if delay is None:  # before
+                crew.kill([victim])
+            reconfigure(everyone)
+            if delay is not None:
+                time.sleep(delay)
+                crew.kill([victim])
+            found = outcomes(survivors)
+            named = re.compile(rf"(rank|missing:) {everyone.index(victim)}\b|without this rank")
+            for formed, result in found:
+                assert formed == "formed" or named.search(formed), formed
+                had_victim = formed == "formed" or role == "member"
+                assert result == (3.0 if had_victim else 2.0) or named.search(result), result
+            if role == "newcomer" and not any(formed == "formed" for formed, _ in found):
+                assert [result for _, result in found] == [2.0] * 2
+            reconfigure(survivors)
+            assert outcomes(survivors) == [("formed", 2.0)] * 2

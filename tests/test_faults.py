@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from faults import deaths, lifecycle, strangers
+from faults import deaths, elastic, lifecycle, strangers
 from faults.harness import Stage
 from mycoll import __main__ as command_line
 from mycoll import faults as verb
@@ -28,6 +28,11 @@ def test_fault(pool, mycoll_only, transport, scenario):
 def test_junk_connections(pool, mycoll_only):
     """The short one of scenario 20."""
     outcome = strangers.strangers(Stage(pool, "tcp", PATIENCE), 400)
+    assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
+
+
+def test_an_elastic_group_loses_two_ranks(pool, mycoll_only, transport):
+    outcome = elastic.while_recovering(Stage(pool, transport, PATIENCE), times=1)
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
 
 

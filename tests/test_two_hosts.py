@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
 from test_random_walk import walk
-from worlds.elastic_walk import Walk
+from worlds.elastic_walk import ElasticCrew
 from worlds.hosts import enter, ip, join, namespaces
 from worlds.smoke import smoke
 from worlds.worker import Ctx
@@ -225,28 +225,28 @@ def test_shm_between_hosts_is_refused(fresh, backend, hosts):
 
 def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
     """The network between the hosts fails. When it is back, new processes join."""
-    crew = Walk(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=8.0)
+    crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=8.0)
     common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
     env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
     try:
-        crew.start(1, **env[0])
-        crew.settle()
-        crew.options["min_ranks"] = 3
-        crew.start(2, through=[0], **env[0])
-        crew.settle()
-        others = crew.start(2, through=[1], **env[1])
-        crew.settle()
-        ip("-n", hosts[0], "link", "set", "veth0", "down")
-        crew.settle(without=others)
-        for each in others:  # either may lead, and either may fail first
-            assert "at least 3 processes" in crew.error(each)
-        ip("-n", hosts[0], "link", "set", "veth0", "up")
-        crew.kill(others)
-        crew.start(2, through=[1], **env[1])
-        crew.settle()
+        with crew:
+            crew.enlist(1, **env[0])
+            crew.settle()
+            crew.options["min_ranks"] = 3
+            crew.enlist(2, through=[0], **env[0])
+            crew.settle()
+            others = crew.enlist(2, through=[1], **env[1])
+            crew.settle()
+            ip("-n", hosts[0], "link", "set", "veth0", "down")
+            crew.settle(without=others)
+            for each in others:  # either may lead, and either may fail first
+                assert "at least 3 processes" in crew.error(each)
+            ip("-n", hosts[0], "link", "set", "veth0", "up")
+            crew.kill(others)
+            crew.enlist(2, through=[1], **env[1])
+            crew.settle()
     finally:
         ip("-n", hosts[0], "link", "set", "veth0", "up")
-        crew.end()
 
 
 # ---- two network interfaces on each host ---------------------------------------------------------

@@ -83,6 +83,9 @@ std::string MycollBackend::describe(const Request& request) const {
 }
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs) {
+  if (extensions_->isAny()) [[unlikely]] {
+    request.timeout = extensions_->extend(timeoutOf(request), &request.extension);
+  }
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   request.place = callSiteOfCall();
   if (request.isMessage()) {
@@ -125,9 +128,17 @@ MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outp
 }
 
 DeviceSupport::Extras MycollBackend::deviceExtras(c10d::OpType type,
-                                                  std::shared_ptr<CallbackOrder> order) {
+                                                  std::shared_ptr<CallbackOrder> order,
+                                                  std::shared_ptr<void> extension) {
   const uint64_t sequence = hook_->isSet() ? getSequenceNumberForGroup() : 0;
-  return {isTimed_, hook_->forDevice(type, sequence), std::move(order)};
+  auto whenOver = hook_->forDevice(type, sequence);
+  if (extension) {
+    whenOver = [extension = std::move(extension),
+                hook = std::move(whenOver)](std::chrono::nanoseconds took) {
+      if (hook) hook(took);
+    };
+  }
+  return {isTimed_, std::move(whenOver), std::move(order)};
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
@@ -142,7 +153,9 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     device->addToBatch(std::move(request), outputs);
     return nullptr;
   }
-  return device->launch(request, outputs, deviceExtras(request.type, std::move(order)));
+  DeviceSupport::Extras extras =
+      deviceExtras(request.type, std::move(order), std::move(request.extension));
+  return device->launch(request, outputs, std::move(extras));
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(
@@ -172,6 +185,7 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(std::shared_ptr<Communica
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
   extras.timeout = timeoutOf(request);
+  extras.extension = std::move(request.extension);
   if (!request.isMessage()) extras.order = CallbackOrder::here(callbacks_);
   extras.hook = hook_->forWork();
   extras.perList = request.perList;

@@ -202,6 +202,13 @@ void MycollBackend::setTimeout(Milliseconds timeout) {
   shown_->timeout = timeout;
 }
 
+#if MYCOLL_TORCH_HAS_EPHEMERAL_TIMEOUT
+void MycollBackend::addEphemeralTimeout(const Milliseconds& timeout) {
+  checkTimeout(enter("add_ephemeral_timeout"), timeout);
+  extensions_->add(timeout);
+}
+#endif
+
 void MycollBackend::eagerConnectSingleDevice(at::Device device) {
   const CallerInfo caller = enter("init_process_group");
   if (device.is_cpu()) return;

@@ -32,6 +32,7 @@
 #include "backend/generations.h"
 #include "backend/owning_process.h"
 #include "backend/request.h"
+#include "backend/timeout_extensions.h"
 #include "backend/torch_version.h"
 #include "backend/work.h"
 #include "base/mutex.h"
@@ -154,6 +155,9 @@ class MycollBackend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
 
   void setTimeout(Milliseconds timeout) override;
+#if MYCOLL_TORCH_HAS_EPHEMERAL_TIMEOUT
+  void addEphemeralTimeout(const Milliseconds& timeout) override;
+#endif
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
@@ -256,7 +260,8 @@ class MycollBackend final : public c10d::Backend {
   Milliseconds timeoutOf(const Request& request) const {
     return request.timeout > Milliseconds(0) ? request.timeout : generations_.timeout();
   }
-  DeviceSupport::Extras deviceExtras(c10d::OpType type, std::shared_ptr<CallbackOrder> order);
+  DeviceSupport::Extras deviceExtras(c10d::OpType type, std::shared_ptr<CallbackOrder> order,
+                                     std::shared_ptr<void> extension = nullptr);
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
@@ -265,6 +270,7 @@ class MycollBackend final : public c10d::Backend {
   Generations generations_;
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   const std::shared_ptr<CompletionHook> hook_;
+  const std::shared_ptr<TimeoutExtensions> extensions_ = std::make_shared<TimeoutExtensions>();
   const OwningProcess owner_;
   // True if this is the job's own group, and rank 0 serves its store, which ends with the group: a
   // rank that returns from destroy_process_group() earlier, and makes a new group immediately,

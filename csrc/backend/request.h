@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -43,6 +44,7 @@ struct Request {
   c10d::OpType type;
   const char* title = caller.function;  // for the profiler
   std::chrono::milliseconds timeout;    // as torch passes it: not positive means the group's
+  std::shared_ptr<void> extension;      // see TimeoutExtensions: dropped when the operation ends
   bool async;
   // Messages are matched by rank and tag, not by their order among the collectives.
   bool isMessage() const {

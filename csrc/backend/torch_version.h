@@ -41,6 +41,8 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_WORK_TIMEOUT (TORCH_VERSION_MINOR >= 14)
 // c10d::Backend::reconfigure()
 #define MYCOLL_TORCH_HAS_RECONFIGURE (TORCH_VERSION_MINOR >= 14)
+// c10d::Backend::addEphemeralTimeout()
+#define MYCOLL_TORCH_HAS_EPHEMERAL_TIMEOUT (TORCH_VERSION_MINOR >= 14)
 // c10d::Backend::registerAbortHook()
 #define MYCOLL_TORCH_HAS_ABORT_HOOKS (TORCH_VERSION_MINOR >= 14)
 // c10d::Backend::supportsAbortHooks()

@@ -70,12 +70,13 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
-      hook_(std::move(extras.hook)) {}
+      hook_(std::move(extras.hook)),
+      extension_(std::move(extras.extension)) {}
 
 // Takes no lock: no other thread knows the work yet.
 void MycollWork::start() NO_THREAD_SAFETY_ANALYSIS {
-  const bool hasMoreToDo =
-      !copyBacks_.empty() || hook_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
+  const bool hasMoreToDo = !copyBacks_.empty() || hook_ || extension_ || isTimed_ ||
+                           recordFunctionEndCallback_ != nullptr;
   if (hasMoreToDo) watch();
 }
 
@@ -176,6 +177,7 @@ void MycollWork::finish() {
     future = future_;
     turn.swap(turn_);
     resultFuture = resultFuture_;
+    extension_.reset();
     if (isTimed_ || hook) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
   }

@@ -50,6 +50,7 @@ class MycollWork final : public c10d::Work {
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};
+    std::shared_ptr<void> extension;  // of the timeout, dropped when done; may be null
     CallbackOrder::Ptr order;  // of the call; null: callbacks of the future run when they can
     std::string heldCall;      // describes a held call, whose operations begin() adds; else empty
   };
@@ -132,6 +133,7 @@ class MycollWork final : public c10d::Work {
   bool isWatched_ GUARDED_BY(lock_) = false;
   CopyBacks copyBacks_ GUARDED_BY(lock_);
   Hook hook_ GUARDED_BY(lock_);
+  std::shared_ptr<void> extension_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
   // The turn of future_, if Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);

@@ -195,7 +195,10 @@ Status Forming::run(GroupAddress* result) {
 
 Status Forming::openReception(const std::string& nonce) {
   if (!listening_) listening_.emplace(*engine_);
-  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
+  MYCOLL_RETURN_IF_ERROR(
+      Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back()));
+  engine_->mesh()->progress();  // raises events for the frames that arrived before
+  return Status();
 }
 
 // ---- the store
@@ -788,7 +791,7 @@ Status Member::checkKnownPeers() {
       const PeerAddress& peer = known_.peers[rank];
       if (peer.uid != lost.uid) continue;
       if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
-      if (Clock::now() - lostKnownPeer_ < kAgain) return Status();
+      if (rank != 0 && Clock::now() - lostKnownPeer_ < kAgain) continue;  // rank 0 may notify
       const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
                                 lost.loss.describe() + " (seen by rank " +
                                 std::to_string(options_.rank) + ")";
@@ -854,8 +857,12 @@ Status Member::attendRound() {
   Round::Report loss;
   if (const Round::Parent state = round_->parentState(&loss); state != Round::Parent::kHere) {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
-    if (Clock::now() - lostParent_ > (state == Round::Parent::kLost ? kAgain : kNextRound)) {
-      const int parent = round_->parent();
+    const int parent = round_->parent();
+    const bool isRankZero = parent == 0 && !store_;  // nobody else begins a round
+    const Milliseconds grace = state != Round::Parent::kLost ? kNextRound
+                               : isRankZero                  ? Milliseconds(0)
+                                                             : kAgain;
+    if (Clock::now() - lostParent_ >= grace) {
       const PeerAddress& address = round_->roster().peers[parent];
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,19 @@ _TO_PUBLISH = timedelta(seconds=5)
 # Parts of the timeout: after which another process leads, as the leader does not answer, and after
 # which the leader continues without ranks that are not lost and have not joined.
 _SILENT, _LATE = 0.25, 0.75
+
+
+@dataclass
+class _Attempt:
+    """What this process has sent and received since it began to agree."""
+
+    number: int = 0  # of the group that it makes if it leads
+    called: dict[str, float] = field(default_factory=dict)  # when
+    present: set[str] = field(default_factory=set)  # have answered its call
+    silent: set[str] = field(default_factory=set)  # it has followed them in vain
+    # Its latest join: the leader, the number of the call that it answers, how many newcomers it has
+    joined: tuple[str, int, int] = ("", 0, 0)
+    following_since: float = 0.0
 
 
 class ElasticGroup:
@@ -114,6 +128,7 @@ class ElasticGroup:
         self._generation = 0
         self._used = 0  # the highest number of a group that this process was asked to form
         self._newcomers: list[str] = []
+        self._joined: set[str] = set()  # have sent this process a join since it formed a group
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
         self._why: list[str] = []
         known = [*handles, *(_publish(store, self.handle) if store is not None else ())]
@@ -203,60 +218,64 @@ class ElasticGroup:
     def _attempt(self, needed: int, began: float, seconds: float) -> bool:
         """Returns False if the processes on a list could not form the group."""
         self._native.watch([*self._members, *self._newcomers])
-        number = 0  # of the group that this process makes if it leads
-        called: dict[str, float] = {}
-        present: set[str] = set()
-        silent: set[str] = set()
-        joined, answered = "", 0  # the leader that has this process's join, and its latest number
-        known = 0  # newcomers in that join
-        following_since = time.monotonic()
+        state = _Attempt()
         while True:
-            now = time.monotonic()
             alive = [each for each in self._members if not self._is_lost(each)]
-            silent -= self._calls.keys()
-            leader = self._leader([each for each in alive if each not in silent])
+            state.silent -= self._calls.keys()
+            leader = self._leader([each for each in alive if each not in state.silent])
+            waited = time.monotonic() - began
             if leader == self.handle:
-                if number <= self._used:
-                    number = self._used + 1
-                    called.clear()
-                    present = {self.handle}
-                candidates = [*alive, *self._newcomers]
-                for each in candidates:
-                    if each != self.handle and each not in called:
-                        called[each] = now
-                        self._send(each, "call", number=number)
-                is_late = now - began > _LATE * seconds
-                chosen = [each for each in candidates if each in present]
-                is_waiting = any(
-                    not is_late if each in alive else now - called[each] < _NEWCOMERS
-                    for each in candidates
-                    if each not in present
-                )
-                if not is_waiting and len(chosen) >= (self._min_ranks if is_late else needed):
-                    for each in chosen:
-                        if each != self.handle:
-                            self._send(each, "list", number=number, handles=chosen)
-                    return self._form(number, chosen)
-            else:
-                call = self._calls.get(leader)
-                answer = call["number"] if call else 0
-                if leader != joined:
-                    following_since = now
-                # Also without a call: if the leader is lost, that is known once the join is sent.
-                if (leader, answer, len(self._newcomers)) != (joined, answered, known):
-                    joined, answered, known = leader, answer, len(self._newcomers)
-                    self._send(leader, "join", answers=answer)
-                if not call and now - following_since > _SILENT * seconds:
-                    silent.add(leader)
-            if now - began > seconds:
-                raise DistBackendError(self._explain(needed, seconds, leader, len(present)))
+                if chosen := self._lead(state, alive, needed, is_late=waited > _LATE * seconds):
+                    return self._form(state.number, chosen)
+            elif self._follow(state, leader) > _SILENT * seconds:
+                state.silent.add(leader)
+            if waited > seconds:
+                raise DistBackendError(self._explain(needed, seconds, leader, len(state.present)))
             for text in self._read(_TICK):
                 if text["kind"] == "join":
                     self._used = max(self._used, text["used"])
-                    if text["answers"] == number:
-                        present.add(text["from"])
+                    if text["answers"] == state.number:
+                        state.present.add(text["from"])
                 elif text["from"] == leader and text["number"] > self._used:
                     return self._form(text["number"], text["handles"])
+
+    def _lead(self, state: _Attempt, alive: list[str], needed: int, is_late: bool) -> list[str]:
+        """Calls the others. Returns the ranks of the next group once it has sent them the list."""
+        if state.number <= self._used:
+            state.number = self._used + 1
+            state.called.clear()
+            state.present = {self.handle}
+        now = time.monotonic()
+        candidates = [*alive, *self._newcomers]
+        for each in candidates:
+            if each != self.handle and each not in state.called:
+                state.called[each] = now
+                self._send(each, "call", number=state.number)
+        chosen = [each for each in candidates if each in state.present]
+        if len(chosen) < (self._min_ranks if is_late else needed):
+            return []
+        for each in candidates:
+            if each in state.present:
+                continue
+            may_come = not is_late if each in alive else now - state.called[each] < _NEWCOMERS
+            if may_come:
+                return []
+        for each in chosen:
+            if each != self.handle:
+                self._send(each, "list", number=state.number, handles=chosen)
+        return chosen
+
+    def _follow(self, state: _Attempt, leader: str) -> float:
+        """Joins the leader, also without a call: if it is lost, that is known once the join is
+        sent. Returns for how many seconds it has not called."""
+        call = self._calls.get(leader)
+        join = (leader, call["number"] if call else 0, len(self._newcomers))
+        if join[0] != state.joined[0]:
+            state.following_since = time.monotonic()
+        if join != state.joined:
+            state.joined = join
+            self._send(leader, "join", answers=join[1])
+        return 0.0 if call else time.monotonic() - state.following_since
 
     def _leader(self, alive: list[str]) -> str:
         """The process to follow. One that knows more groups comes before the ranks known here."""
@@ -280,7 +299,11 @@ class ElasticGroup:
         self._group = group
         self._generation = number
         self._members = handles
-        self._newcomers = [each for each in self._newcomers if each not in handles]
+        # A rank of the last group that followed this process, which has followed another one, is in
+        # no group, and may not know a rank of this one.
+        known = dict.fromkeys([*self._newcomers, *self._joined])
+        self._newcomers = [each for each in known if each not in handles and each != self.handle]
+        self._joined.clear()
         self._native.watch([*handles, *self._newcomers])
         self._why = []
         log.info("elastic group %d: rank %d of %d", number, self.rank, self.size)
@@ -308,6 +331,7 @@ class ElasticGroup:
             else:
                 others.append(text)
             if text["kind"] == "join":
+                self._joined.add(source)
                 for newcomer in (source, *text["newcomers"]):
                     self._note(newcomer)
         self._newcomers = [each for each in self._newcomers if not self._is_lost(each)]

@@ -6,11 +6,11 @@ that is not there is skipped.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,9 @@ CLIENTS = [
     ("lightning", "with_fabric.py", ()),
     ("lightning", "with_lightning.py", ()),
     ("torchmetrics", "with_torchmetrics.py", ()),
-    ("ignite", "with_ignite.py", ()),
+    ("pytorch-ignite", "with_ignite.py", ()),
     ("torchft", "with_torchft.py", ()),
+    ("torchft-nightly", "with_torchft_nightly.py", ()),
     ("ray", "with_ray.py", ()),
     *(("deepspeed", "with_deepspeed.py", (str(stage), "mycoll")) for stage in range(4)),
 ]
@@ -41,7 +42,7 @@ CLIENTS = [
 def test_client(backend, tmp_path: Path, library: str, program: str, arguments: tuple[str, ...]):
     if backend != "mycoll":
         pytest.skip("the programs name mycoll")
-    if importlib.util.find_spec(library) is None:
+    if not any(metadata.distributions(name=library)):
         pytest.skip(f"{library} is not installed: ./dev test --clients")
     output = launched(tmp_path, program, *arguments)
     found = re.search(r"client: (.*)", output)

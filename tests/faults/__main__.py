@@ -16,7 +16,7 @@ from pathlib import Path
 from mycoll._gloo import keep_names_honest
 from worlds.pool import Options, Pool
 
-from faults import deaths, lifecycle, misuse, network, stalls, strangers
+from faults import deaths, elastic, lifecycle, misuse, network, stalls, strangers
 from faults.harness import Outcome, Skip, Stage, show
 from faults.report import Row, markdown
 
@@ -45,6 +45,7 @@ SCENARIOS: dict[str, Scenario] = {
     "19b": lifecycle.exit_without_destroy,
     "19c": lifecycle.exit_with_send,
     "20": strangers.junk,
+    "21": elastic.while_recovering,
 }
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "docs" / "reliability.md"

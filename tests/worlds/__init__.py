@@ -14,5 +14,7 @@ Modules: `pool` (parent side), `worker` (child side, `Ctx`), `arith` (inputs and
 arithmetic), `gloo_gaps` and `nccl_gaps` (what those cannot do), `device` (worlds whose tensors are
 on a device: the fixture `device_world`), `smoke` (a small job over every kind of operation, also a
 program for the launchers), `preload` (what ranks find imported), `warm` (programs in processes that
-have imported torch already), `ports` (a port to listen at that nobody takes meanwhile).
+have imported torch already), `crew` (processes that are started and killed one by one),
+`elastic_walk` (members of a mycoll.ElasticGroup), `ports` (a port to listen at that nobody takes
+meanwhile).
 """

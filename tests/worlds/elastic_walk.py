@@ -5,7 +5,6 @@ of, and must be the same on all of them."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,45 +12,65 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mycoll
 import torch
 import torch.distributed as dist
 
+from worlds.crew import Crew
 from worlds.hosts import enter
 
-PATIENCE = 60.0
+PROC = Path("/proc/self")
+RECOVERY = 60.0
+BITS = 48  # a float64 holds any sum of these powers of two
+MOST_DESCRIPTORS, MOST_THREADS = 40, 8
 
 
-def member(
-    pipe: Connection, bit: int, handles: Sequence[str], options: dict[str, Any], env: dict[str, str]
-) -> None:
-    """Reports (generation, sum, rank, size, when) whenever the group is another one."""
-    os.environ.update(env)
-    if "NETWORK_NAMESPACE" in env:
-        enter(env["NETWORK_NAMESPACE"])
+class Report(NamedTuple):
+    """Sent whenever the group is another one."""
+
+    generation: int
+    total: int
+    rank: int
+    size: int
+    when: float
+    descriptors: int
+    threads: int
+
+
+def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str, Any]) -> None:
+    if namespace := os.environ.get("NETWORK_NAMESPACE"):
+        enter(namespace)
     torch.set_num_threads(1)
     store = options.pop("store", None)
     if store is not None:
         options["store"] = dist.TCPStore(*store)
-    recovery = timedelta(seconds=options.pop("recovery", PATIENCE))
+    recovery = timedelta(seconds=options.pop("recovery", RECOVERY))
+    patience = options.pop("patience", None)
     try:
         members = mycoll.ElasticGroup(handles=handles, **options)
     except dist.DistBackendError as error:
         pipe.send(str(error))
         return
     pipe.send(members.handle)
-    reported = 0
+    reported = timed = 0
     while True:
         try:
+            if patience is not None and members.generation != timed:
+                timed = members.generation
+                backend = members.group._get_backend(torch.device("cpu"))
+                backend._set_default_timeout(timedelta(seconds=patience))
             dist.all_reduce(torch.ones(5), group=members.group)
             x = torch.full((70_000,), 2.0**bit, dtype=torch.float64)
             dist.all_reduce(x, group=members.group)
             if members.generation != reported:
                 reported = members.generation
                 total = int(x[0]) if bool((x == x[0]).all()) else -1
-                pipe.send((reported, total, members.rank, members.size, time.monotonic()))
+                used = (sum(1 for _ in (PROC / each).iterdir()) for each in ("fd", "task"))
+                report = (reported, total, members.rank, members.size, time.monotonic(), *used)
+                pipe.send(Report(*report))
             if pipe.poll():
                 pipe.recv()
                 break
@@ -66,123 +85,92 @@ def member(
     pipe.send("closed")
 
 
-class Walk:
-    """The processes, seen from outside."""
+class ElasticCrew(Crew):
+    """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
+    the address of a TCPStore as `store`; in seconds, `recovery`: the timeout of recover(), and
+    `patience`: of operations, where it is not that of the first group."""
 
     def __init__(self, **options: Any) -> None:
-        self.context = multiprocessing.get_context("spawn")
+        super().__init__()
         self.options = options
-        self.living: dict[int, tuple[Any, Connection]] = {}  # by bit
-        self.handles: dict[int, str] = {}
-        self.next_bit = 0
+        self._bits: dict[int, int] = {}  # of each process
+        self._handles: dict[int, str] = {}
 
-    def start(self, count: int, through: Sequence[int] = (), **env: str) -> list[int]:
+    def enlist(self, count: int, through: Sequence[int] = (), **environment: str) -> list[int]:
         """New processes, which join through these, or find each other in the store."""
-        bits = []
+        handles = [self._handles[number] for number in through]
+        numbers = []
         for _ in range(count):
-            here, there = self.context.Pipe()
-            handles = [self.handles[bit] for bit in through]
-            process = self.context.Process(
-                target=member, args=(there, self.next_bit, handles, dict(self.options), env)
-            )
-            process.start()
-            there.close()
-            self.living[self.next_bit] = (process, here)
-            bits.append(self.next_bit)
-            self.next_bit += 1
-        return bits
+            bit = min(set(range(BITS)) - {self._bits[number] for number in self.living})
+            numbers.append(self.start(member, bit, handles, dict(self.options), **environment))
+            self._bits[numbers[-1]] = bit
+        return numbers
 
-    def receive(self, bit: int, timeout: float = PATIENCE) -> Any:
-        pipe = self.living[bit][1]
-        assert pipe.poll(timeout), f"nothing from process {bit}"
-        return pipe.recv()
-
-    def error(self, bit: int) -> str:
+    def error(self, number: int) -> str:
         """Why the process has ended."""
-        while not isinstance(found := self.receive(bit), str) or "elastic group" not in found:
+        while not isinstance(found := self.receive(number), str) or "elastic group" not in found:
             pass
         return found
 
     def settle(self, without: Sequence[int] = ()) -> float:
         """Waits until all have the sum of all. Returns when the last one had it."""
-        bits = [bit for bit in self.living if bit not in without]
-        expected = sum(2**bit for bit in bits)
-        when, ranks, generations = 0.0, [], set()
-        for bit in bits:
+        numbers = [number for number in self.living if number not in without]
+        expected = sum(2 ** self._bits[number] for number in numbers)
+        last = []
+        for number in numbers:
             while True:
-                found = self.receive(bit)
+                found = self.receive(number)
                 if isinstance(found, str):  # it was started
                     assert "elastic group" not in found, found
-                    self.handles[bit] = found
+                    self._handles[number] = found
                     continue
-                generation, total, rank, size, at = found
-                # Only sums over processes that were started; never one of unequal parts.
-                assert total >= 0
-                assert total < 2**self.next_bit
-                assert bin(total).count("1") == size
-                if total == expected:
+                # Never a sum of unequal parts.
+                assert found.total >= 0
+                assert found.total.bit_count() == found.size
+                assert found.descriptors <= MOST_DESCRIPTORS
+                assert found.threads <= MOST_THREADS
+                if found.total == expected:
                     break
-            when = max(when, at)
-            ranks.append(rank)
-            generations.add(generation)
-        assert sorted(ranks) == list(range(len(bits)))
-        assert len(generations) == 1
-        return when
+            last.append(found)
+        assert sorted(found.rank for found in last) == list(range(len(numbers)))
+        assert len({found.generation for found in last}) == 1
+        return max(found.when for found in last)
 
-    def kill(self, bits: Sequence[int]) -> float:
-        now = time.monotonic()
-        for bit in bits:
-            os.kill(self.living[bit][0].pid, signal.SIGKILL)
-        for bit in bits:
-            process, pipe = self.living.pop(bit)
-            process.join()
-            pipe.close()
-        return now
-
-    def signal(self, bit: int, number: int) -> None:
-        os.kill(self.living[bit][0].pid, number)
-
-    def close(self, bit: int) -> None:
-        process, pipe = self.living.pop(bit)
-        pipe.send("close")
-        while pipe.recv() != "closed":
+    def close(self, number: int) -> None:
+        self.send(number, "close")
+        while self.receive(number) != "closed":
             pass
-        process.join(PATIENCE)
-        assert process.exitcode == 0
-
-    def end(self) -> None:
-        for process, _ in self.living.values():
-            process.kill()
-        for process, _ in self.living.values():
-            process.join()
+        self.join(number)
 
 
-def walk(seed: int, steps: int, most: int, **options: Any) -> list[float]:
-    """Kills, starts and closes processes, several at once; all that live always find each other."""
+def walk(seed: int, steps: int, most: int, **options: Any) -> None:
+    """Kills, starts and closes processes, several at once; all that live find each other. With
+    patience: also stops them, so that the others continue without."""
     chance = random.Random(seed)
-    crew = Walk(**options)
-    try:
-        crew.start(1)
+    kinds = ["kill", "kill", "start", "start", "both", "close"]
+    if "patience" in options:
+        kinds.append("stop")
+    with ElasticCrew(**options) as crew:
+        crew.enlist(1)
         crew.settle()
-        taken = []
         for _ in range(steps):
-            kind = chance.choice(["kill", "kill", "start", "start", "both", "close"])
-            killed = []
-            if kind in ("kill", "both") and len(crew.living) > 1:
-                count = chance.randint(1, min(2, len(crew.living) - 1))
-                killed = chance.sample(sorted(crew.living), count)
-            survivors = [bit for bit in crew.living if bit not in killed]
-            if kind in ("start", "both") or len(survivors) < 2:
-                through = chance.sample(survivors, min(len(survivors), 2))
-                crew.start(chance.randint(1, max(1, most - len(survivors))), through)
-            if killed:
-                began = crew.kill(killed)
-                taken.append(crew.settle() - began)
-            elif len(crew.living) > len(survivors):
-                crew.settle()
-            if kind == "close" and len(crew.living) > 1:
-                crew.close(chance.choice(sorted(crew.living)))
-                crew.settle()
-        return taken
-    finally:
-        crew.end()
+            living = crew.living
+            victims = chance.sample(living, chance.randint(1, min(2, len(living) - 1) or 1))
+            kind = "start" if len(living) == 1 else chance.choice(kinds)
+            survivors = [n for n in living if kind == "start" or n not in victims]
+            if kind in ("start", "both") and len(survivors) < most:
+                through = chance.sample(survivors, min(2, len(survivors)))
+                crew.enlist(chance.randint(1, most - len(survivors)), through)
+            if kind in ("kill", "both"):
+                crew.kill(victims)
+            elif kind == "close":
+                crew.close(victims[0])
+            elif kind == "stop":
+                for each in victims:
+                    crew.signal(each, signal.SIGSTOP)
+                crew.settle(without=victims)
+                for each in victims:
+                    crew.signal(each, signal.SIGCONT)
+            elif len(living) == len(crew.living):
+                continue  # nobody has come
+            crew.settle()

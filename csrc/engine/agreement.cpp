@@ -4,8 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/control_tree.h"
-#include "engine/membership.h"
+#include "engine/group.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -32,11 +31,11 @@ constexpr auto kAnswersWithin = std::chrono::milliseconds(1000);
 
 }  // namespace
 
-Agreement::Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership)
-    : mailbox_(mailbox),
-      tree_(tree),
-      membership_(membership),
-      reached_(mailbox.group().peers.size()) {
+Agreement::Agreement(Group& group)
+    : group_(group),
+      mailbox_(group.mailbox),
+      membership_(group.membership),
+      reached_(mailbox_.ranks()) {
   static_assert(CallLog::kRemembered * sizeof(Note) <= kMaxControlBytes);  // all in one frame
 }
 
@@ -127,11 +126,13 @@ void Agreement::tellArrived(const std::vector<int>& awaited) {
 }
 
 int Agreement::parent() const {
-  return tree_.parentOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
+  return group_.tree.parentOf(mailbox_.rank(),
+                              [this](int rank) { return membership_.hasLeft(rank); });
 }
 
 std::vector<int> Agreement::children() const {
-  return tree_.childrenOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
+  return group_.tree.childrenOf(mailbox_.rank(),
+                                [this](int rank) { return membership_.hasLeft(rank); });
 }
 
 // A rank that has not created the group yet stores what it receives and does not act on it. So it

@@ -10,7 +10,7 @@
 // ones are missing, with a few messages per rank, however many wait.
 //
 // Thread contract: guarded by the I/O lock; functions that do not REQUIRE it take it.
-// Lifetime: owned by its communicator.
+// Lifetime: owned by its group.
 #pragma once
 
 #include <chrono>
@@ -24,12 +24,13 @@
 
 namespace mycoll {
 
-class ControlTree;
 class Membership;
+struct Group;
 
 class Agreement {
  public:
-  Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership);
+  // The group's agreement is this one.
+  explicit Agreement(Group& group);
 
   // Begins a collective. Messages of the same number but another signature are a mismatch, whatever
   // their tag.
@@ -84,8 +85,8 @@ class Agreement {
   bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
   std::string notesSince(uint64_t first) const REQUIRES(ioRole);
 
+  Group& group_;
   Mailbox& mailbox_;
-  const ControlTree& tree_;
   Membership& membership_;
 
   std::vector<Note> early_ GUARDED_BY(ioRole);    // for collectives not begun here yet

@@ -6,19 +6,16 @@
 #include <cassert>
 #include <cstring>
 #include <new>
-#include <numeric>
 
 #include "base/fd.h"
 #include "base/log.h"
 #include "base/recycler.h"
 #include "base/wait.h"
 #include "engine/engine.h"
-#include "engine/events.h"
 #include "engine/formation.h"
 #include "engine/invitation.h"
 #include "engine/window.h"
 #include "kernels/copy.h"
-#include "kernels/reduce.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -91,13 +88,6 @@ Signature signatureOf(OpKind kind) {
 
 }  // namespace
 
-std::vector<int64_t> jobRanks(const GroupOptions& options) {
-  if (!options.globalRanks.empty()) return options.globalRanks;
-  std::vector<int64_t> ranks(options.ranks);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 // ---- making one --------------------------------------------------------------------------------
 
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
@@ -153,14 +143,15 @@ std::shared_ptr<Communicator> Communicator::add(const std::shared_ptr<Engine>& e
 
 std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
                                                    const std::string& suffix, bool isExternal) {
-  GroupOptions options = parent.options_;
+  GroupOptions options = parent.group_.options;
   options.name += suffix;
   options.isExternal = isExternal;
   options.timeout = parent.timeout();
   GroupAddress address = parent.address();
   address.name = options.name;
   setContext(&address);
-  std::shared_ptr<Communicator> part = add(parent.engine_, std::move(options), std::move(address));
+  std::shared_ptr<Communicator> part =
+      add(parent.group_.engine, std::move(options), std::move(address));
   part->record().setPart();
   return part;
 }
@@ -168,12 +159,12 @@ std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
 Status Communicator::shrink(const Communicator& parent, const std::string& suffix,
                             const std::vector<int>& members,
                             std::shared_ptr<Communicator>* result) {
-  GroupOptions options = parent.options_;
+  GroupOptions options = parent.group_.options;
   options.name += suffix;
   options.rank = -1;
   options.ranks = static_cast<int>(members.size());
   options.timeout = parent.timeout();
-  const std::vector<int64_t> ranksOfParent = jobRanks(parent.options_);
+  const std::vector<int64_t> ranksOfParent = jobRanks(parent.group_.options);
   options.globalRanks.clear();
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const int old = members[rank];
@@ -183,30 +174,22 @@ Status Communicator::shrink(const Communicator& parent, const std::string& suffi
   if (options.rank < 0) {
     return Status(Code::kInvalidArgument, "rank " + std::to_string(parent.rank()) +
                                               " is not among those that are left of group '" +
-                                              parent.options_.name + "'");
+                                              parent.group_.options.name + "'");
   }
   KnownPeers known = KnownPeers::from(parent.address(), members, options.name);
-  return form(std::move(options), /*store=*/nullptr, parent.engine_, std::move(known), result);
+  return form(std::move(options), /*store=*/nullptr, parent.group_.engine, std::move(known),
+              result);
 }
 
 Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
                            GroupAddress address)
-    : options_(std::move(options)),
-      engine_(std::move(engine)),
-      timeout_(options_.timeout.count()),
-      record_(
-          {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
-      mailbox_(engine_->mesh(), std::move(address), this),
-      shape_(hostsOf(mailbox_.group()), sumTree()),
-      tree_(shape_),
-      membership_(mailbox_, tree_, record_, options_.isExternal, options_.mostToldDirectly),
-      agreement_(mailbox_, tree_, membership_),
-      runner_(options_, mailbox_, shape_, membership_, agreement_, record_),
-      queue_(options_, *engine_, membership_, runner_, diagnosis_, questions_, record_,
-             localRanks(*engine_, mailbox_.group())),
-      diagnosis_(options_, *engine_, mailbox_, membership_, agreement_, runner_, queue_, questions_,
-                 record_),
-      questions_(options_, *this, *engine_, mailbox_, membership_, queue_) {}
+    : mailbox_(engine->mesh(), std::move(address), this),
+      group_(std::move(options), std::move(engine), mailbox_),
+      timeout_(group_.options.timeout.count()),
+      runner_(group_),
+      queue_(group_, runner_, diagnosis_, questions_, localRanks(*group_.engine, mailbox_.group())),
+      diagnosis_(group_, runner_, queue_, questions_),
+      questions_(group_, *this, queue_) {}
 
 Communicator::~Communicator() {
   try {
@@ -225,8 +208,8 @@ Deadline Communicator::deadlineOf(const Op& op, Milliseconds timeout) const {
 
 OpPtr Communicator::endAtOnce(std::shared_ptr<Op> op, const Operation& operation) {
   const int64_t now = steadyNanos();
-  OpRecord record = record_.enqueue(operation, now, /*isStarted=*/true);
-  if (options_.callSite) record.setSite(options_.callSite());
+  OpRecord record = group_.record.enqueue(operation, now, /*isStarted=*/true);
+  if (group_.options.callSite) record.setSite(group_.options.callSite());
   op->setRecord(record);
   op->finish(diagnosis_.calledLate(op->kind()));
   TraceFile::writeWanted();
@@ -238,7 +221,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   questions_.noteCaller();
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineOf(*op, timeout);
-  if (membership_.isOver(runner_.begun())) {
+  if (group_.membership.isOver(runner_.begun())) {
     op->setSequence(sequence());
     const Operation late = op->description();
     return endAtOnce(std::move(op), late);
@@ -247,7 +230,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   if (!willWait) {
     // Run it as far as it goes now: often that completes this rank's part.
     if (isFirst) queue_.run(0);
-    if (!op->done()) engine_->wake();
+    if (!op->done()) group_.engine->wake();
   }
   return op;
 }
@@ -286,7 +269,7 @@ OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
   message.sequence = messages_.fetch_add(1, std::memory_order_relaxed);
   message.flags = kIsOnDevice;
   message.site = site;
-  return record_.enqueue(message, steadyNanos(), /*isStarted=*/true);
+  return group_.record.enqueue(message, steadyNanos(), /*isStarted=*/true);
 }
 
 OpPtr Communicator::send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
@@ -313,13 +296,13 @@ OpPtr Communicator::waitSignal(const Message& message, bool willWait, Millisecon
 }
 
 OpPtr Communicator::putInto(char* place, const Message& message) {
-  membership_.lookIntoArena();
+  group_.membership.lookIntoArena();
   Signature signature = signatureOf(OpKind::kPut);
   signature.bytes = message.data.bytes;
   const auto op = makeMessage(OpKind::kPut, message, signature);
   if (op->done()) return op;
-  if (membership_.departureOf(message.rank) == Departure::kLeft) {
-    op->finish(membership_.departed(message.rank));
+  if (group_.membership.departureOf(message.rank) == Departure::kLeft) {
+    op->finish(group_.membership.departed(message.rank));
     return op;
   }
   copyOver(place, message.data);
@@ -330,7 +313,7 @@ OpPtr Communicator::putInto(char* place, const Message& message) {
 std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message& message,
                                                      const Signature& signature) {
   auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed),
-                                        options_.rank, message.rank, message.tag);
+                                        group_.options.rank, message.rank, message.tag);
   if (hasFailed()) {
     op->finish(diagnosis_.calledLate(kind));
     return op;
@@ -338,7 +321,7 @@ std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message&
   Operation operation =
       Operation::ofMessage(signature, message.rank, message.tag, message.data.bytes);
   operation.sequence = op->sequence();
-  op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
+  op->setRecord(group_.record.enqueue(operation, op->submitted.time_since_epoch().count(), true));
   return op;
 }
 
@@ -355,7 +338,7 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   op->deadline = deadlineOf(*op, timeout);
   op->self = op;
   if (isOutgoing(kind)) {
-    if (message.rank != options_.rank) {  // close() does not wait for messages to itself
+    if (message.rank != group_.options.rank) {  // close() does not wait for messages to itself
       sending_->fetch_add(1, std::memory_order_relaxed);
       op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
     }
@@ -370,12 +353,12 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   } else {
     mailbox_.receive(*op, message.rank, messageClass, message.tag, signature, message.data);
   }
-  engine_->mesh()->progress();
+  group_.engine->mesh()->progress();
   if (!willWait && !op->done()) {
-    if (message.data.bytes <= engine_->mesh()->options().eagerBytes) {
-      engine_->wakeIfAsleep();
+    if (message.data.bytes <= group_.engine->mesh()->options().eagerBytes) {
+      group_.engine->wakeIfAsleep();
     } else {
-      engine_->wake();
+      group_.engine->wake();
     }
   }
   return op;
@@ -419,9 +402,9 @@ Status Communicator::meetNeighbours() {
 
 bool Communicator::watchExternal() {
   queue_.run(0);
-  const bool hasMore = agreement_.compareWithNext(/*atOnce=*/membership_.isLeaving());
-  engine_->mesh()->checkProcesses();
-  engine_->hear();
+  const bool hasMore = group_.agreement.compareWithNext(/*atOnce=*/group_.membership.isLeaving());
+  group_.engine->mesh()->checkProcesses();
+  group_.engine->hear();
   diagnosis_.checkHealth();
   if (!hasFailed()) return hasMore;
   queue_.run(0);  // a failure ends the operations here and now, not with the next call
@@ -431,8 +414,9 @@ bool Communicator::watchExternal() {
 // ---- the end -----------------------------------------------------------------------------------
 
 void Communicator::abort(const std::string& reason) {
-  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "': the group was aborted on " +
-                                  describeRank(options_.rank) + ": " + reason));
+  fail(Status(Code::kAborted, "mycoll group '" + group_.options.name +
+                                  "': the group was aborted on " +
+                                  describeRank(group_.options.rank) + ": " + reason));
   queue_.run(0);
 }
 
@@ -442,7 +426,7 @@ bool Communicator::isBusy(Deadline unsent) {
 }
 
 Status Communicator::destroyed() const {
-  return Status(Code::kAborted, "mycoll group '" + options_.name +
+  return Status(Code::kAborted, "mycoll group '" + group_.options.name +
                                     "': the group has been destroyed on this rank; nothing more "
                                     "can be called on it");
 }
@@ -452,12 +436,12 @@ void Communicator::close(Deadline deadline, const std::string& reason, bool* isI
 }
 
 bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isInterrupted) {
-  if (!membership_.beginToLeave()) return false;
-  Mesh& mesh = *engine_->mesh();
+  if (!group_.membership.beginToLeave()) return false;
+  Mesh& mesh = *group_.engine->mesh();
   // Messages that their senders have not begun to send may never be sent: do not wait long for
   // them.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
-  const Attending attending(*engine_);
+  const Attending attending(*group_.engine);
   Deadline tick = Deadline::after(kWaitTick);
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);
@@ -465,25 +449,25 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
     if (!moved) usleep(200);
     if (isInterrupted == nullptr || !tick.expired()) continue;
     tick = Deadline::after(kWaitTick);
-    *isInterrupted = options_.interrupted && options_.interrupted();
+    *isInterrupted = group_.options.interrupted && group_.options.interrupted();
     if (*isInterrupted) deadline = Deadline::after(kUnsentGrace);
     if (*isInterrupted) break;
   }
   if (!hasFailed() && isBusy(unsent)) {
-    logFailure("mycoll group '" + options_.name +
+    logFailure("mycoll group '" + group_.options.name +
                "': destroyed on this rank with operations that are not done (collectives: " +
                std::to_string(queue_.size()) + ", sends: " + std::to_string(sending_->load()) +
                "). They are lost: wait() for every operation before destroy_process_group()");
   }
   TraceFile::writeWanted();
-  record_.close();
-  if (options_.isExternal) {
+  group_.record.close();
+  if (group_.options.isExternal) {
     watchExternal();
-    agreement_.tellLast();
+    group_.agreement.tellLast();
   }
-  membership_.sayGoodbye(destroyed(), reason);
+  group_.membership.sayGoodbye(destroyed(), reason);
   const int last = leavesAfter_.load();
-  const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
+  const bool isMet = last >= 0 && (group_.membership.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   // A connection that hangs may be the reason why the group is dead: do not wait long for it.
@@ -492,7 +476,8 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   auto isDone = [&] {
     if (flushed.expired()) return true;
     return mailbox_.isFlushed() &&
-           (!isMet || membership_.departureOf(last) == Departure::kLeft || patience.expired());
+           (!isMet || group_.membership.departureOf(last) == Departure::kLeft ||
+            patience.expired());
   };
   while (!isDone()) {
     if (!mesh.progress()) usleep(50);
@@ -501,13 +486,13 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
 }
 
 void Communicator::endLeaving() {
-  membership_.endLeaving(destroyed());
+  group_.membership.endLeaving(destroyed());
   queue_.run(0);
-  engine_->mesh()->progress();
+  group_.engine->mesh()->progress();
 }
 
 void Communicator::handle(const Event& event) {
-  if (handleEvent(event, mailbox_, membership_, agreement_)) return;
+  if (group_.handle(event)) return;
   const ControlFrame& frame = std::get<ControlFrame>(event);
   questions_.onMessage(frame.header.source, frame.header.kind, frame.payload);
 }

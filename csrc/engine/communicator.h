@@ -32,11 +32,8 @@
 #include "base/deadline.h"
 #include "base/mutex.h"
 #include "base/status.h"
-#include "collectives/plan/shape.h"
-#include "engine/agreement.h"
-#include "engine/control_tree.h"
 #include "engine/diagnosis.h"
-#include "engine/membership.h"
+#include "engine/group.h"
 #include "engine/op.h"
 #include "engine/questions.h"
 #include "engine/queue.h"
@@ -53,42 +50,6 @@ struct KnownPeers;
 constexpr int kAnySource = kFromAnyone;
 // Passed as a timeout: use the group's own.
 constexpr std::chrono::milliseconds kGroupTimeout(-1);
-
-struct GroupOptions {
-  std::string name;  // the same on all ranks; appears in messages
-  int rank = 0;
-  int ranks = 1;
-  std::chrono::milliseconds timeout{1800'000};
-  // The host of the rendezvous store, if known, as a name or an address: peers are reached on the
-  // interface that routes there.
-  std::string storeHost;
-  // Its operations run elsewhere (see External), except a few whose callers wait for them
-  // immediately: these use no shared memory, and the engine's thread never works on them.
-  bool isExternal = false;
-  // A group of more ranks sends a failure along the control tree, not directly to each rank.
-  int mostToldDirectly = 64;
-  // The job's rank of each member; empty: the ranks themselves. For records and messages only.
-  std::vector<int64_t> globalRanks;
-  // Its ranks are ranks of the job that this process was started as a part of. False: they were
-  // numbered for this group only, so the loss of one says nothing about other groups.
-  bool isOfJob = true;
-  // Held while the group lives; may be empty. See Engine::process().
-  std::shared_ptr<const void> seat;
-  // Called about every 50 ms while a user's thread waits; true ends the wait with kInterrupted and
-  // leaves the operation running. May be empty. Called without locks.
-  std::function<bool()> interrupted;
-  // Returns where the program called the operation that this thread waits for, as a number of
-  // BlackBox::intern(); 0: unknown. Called on a user's thread that has waited a while, or whose
-  // operation has failed. May be empty. Called without locks.
-  std::function<uint32_t()> callSite;
-  // Whether threads that have not called this group so far may still call it: threads of the
-  // program, callbacks of futures. If so, the group is not stuck when its known callers wait
-  // elsewhere. Empty: no. Called without locks.
-  std::function<bool()> mayBeCalled;
-};
-
-// The job's rank of each member.
-std::vector<int64_t> jobRanks(const GroupOptions& options);
 
 // A message to or from another rank. tag: any non-negative number; for a put or a signal: the
 // window.
@@ -128,8 +89,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
                      KnownPeers known, std::shared_ptr<Communicator>* result);
   ~Communicator();
 
-  int rank() const { return options_.rank; }
-  int ranks() const { return options_.ranks; }
+  int rank() const { return group_.options.rank; }
+  int ranks() const { return group_.options.ranks; }
   // The group's number: the same on all ranks, and no other group's. Failures name it.
   uint64_t context() const { return mailbox_.group().context; }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
@@ -143,7 +104,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
   // The record of what the group has done and is doing. The engine records submitted operations;
   // callers may add those that they run themselves.
-  GroupRecord& record() { return record_; }
+  GroupRecord& record() { return group_.record; }
   // Number of collectives submitted so far.
   uint64_t sequence() const { return queue_.submitted(); }
 
@@ -209,13 +170,13 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
 
   // ---- the end
   // Not ok once the group is dead: the first cause.
-  Status error() const { return membership_.error(); }
+  Status error() const { return group_.membership.error(); }
   // Whether error() is not ok; takes no lock.
-  bool hasFailed() const { return membership_.hasFailed(); }
+  bool hasFailed() const { return group_.membership.hasFailed(); }
   // Fails the group here and, by notifying them, on the other ranks; the first cause is kept. Does
   // not wait for them.
-  void fail(const Status& cause) { membership_.fail(cause); }
-  void whenFailed(std::function<void()> fn) { membership_.whenFailed(std::move(fn)); }
+  void fail(const Status& cause) { group_.membership.fail(cause); }
+  void whenFailed(std::function<void()> fn) { group_.membership.whenFailed(std::move(fn)); }
   // As fail(), for a reason given by the user.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then sends a goodbye. Later
@@ -231,11 +192,11 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   void leaveAfter(int rank) { leavesAfter_.store(rank); }
 
   // ---- for the engine and its parts
-  const GroupOptions& options() const { return options_; }
+  const GroupOptions& options() const { return group_.options; }
   Mailbox& mailbox() { return mailbox_; }
   const GroupAddress& address() const { return mailbox_.group(); }
-  Membership& membership() { return membership_; }
-  const Membership& membership() const { return membership_; }
+  Membership& membership() { return group_.membership; }
+  const Membership& membership() const { return group_.membership; }
   Queue& queue() { return queue_; }
   Diagnosis& diagnosis() { return diagnosis_; }
   Questions& questions() { return questions_; }
@@ -263,15 +224,9 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // The status of calls that are made after the group was closed.
   Status destroyed() const;
 
-  const GroupOptions options_;
-  const std::shared_ptr<Engine> engine_;
-  std::atomic<int64_t> timeout_;  // milliseconds
-  GroupRecord record_;
   Mailbox mailbox_;
-  const Shape shape_;
-  const ControlTree tree_;
-  Membership membership_;
-  Agreement agreement_;
+  Group group_;
+  std::atomic<int64_t> timeout_;  // milliseconds
   Runner runner_;
   Queue queue_;
   Diagnosis diagnosis_;

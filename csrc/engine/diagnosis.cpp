@@ -7,10 +7,8 @@
 #include "base/text.h"
 #include "base/topology.h"
 #include "base/wait.h"
-#include "engine/agreement.h"
-#include "engine/communicator.h"
 #include "engine/engine.h"
-#include "engine/membership.h"
+#include "engine/group.h"
 #include "engine/questions.h"
 #include "engine/queue.h"
 #include "engine/runner.h"
@@ -90,32 +88,22 @@ Cause causeOf(const CollectiveOp& op, const std::vector<int>& ranks) {
 
 }  // namespace
 
-Diagnosis::Diagnosis(const GroupOptions& options, Engine& engine, Mailbox& mailbox,
-                     Membership& membership, Agreement& agreement, Runner& runner, Queue& queue,
-                     Questions& questions, GroupRecord& record)
-    : options_(options),
-      engine_(engine),
-      mailbox_(mailbox),
-      membership_(membership),
-      agreement_(agreement),
-      runner_(runner),
-      queue_(queue),
-      questions_(questions),
-      record_(record) {}
+Diagnosis::Diagnosis(Group& group, Runner& runner, Queue& queue, Questions& questions)
+    : group_(group), runner_(runner), queue_(queue), questions_(questions) {}
 
 // ---- texts -------------------------------------------------------------------------------------
 
 Status Diagnosis::calledLate(OpKind kind) const {
-  const Status cause = membership_.error();
-  return cause.withMessage(cause.message() + onThisRank(options_.rank) + name(kind) +
+  const Status cause = group_.membership.error();
+  return cause.withMessage(cause.message() + onThisRank(group_.options.rank) + name(kind) +
                            " was called after the group had failed" + traceHint());
 }
 
 Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
-  std::string here = onThisRank(options_.rank) + op.describe() + " " + numberOf(op);
-  if (op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0) {
+  std::string here = onThisRank(group_.options.rank) + op.describe() + " " + numberOf(op);
+  if (op.kind() == OpKind::kMonitoredBarrier && group_.options.rank != 0) {
     // Worded as in gloo.
-    here += "\n  Rank " + std::to_string(options_.rank) +
+    here += "\n  Rank " + std::to_string(group_.options.rank) +
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank 0. Please check rank 0 logs for faulty rank.";
   }
@@ -128,11 +116,11 @@ std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
   if (ranks.size() > kMostDescribed) return "ranks " + listNumbers(ranks);
   std::string text;
   for (int rank : ranks) {
-    text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
+    text += (text.empty() ? "" : ", ") + group_.mailbox.describeRank(rank);
     // The last answer of a rank that has left is of no use.
-    if (membership_.departureOf(rank) == Departure::kLeft) continue;
-    const PeerAddress& peer = mailbox_.group().peers[rank];
-    Mesh& mesh = *engine_.mesh();
+    if (group_.membership.departureOf(rank) == Departure::kLeft) continue;
+    const PeerAddress& peer = group_.mailbox.group().peers[rank];
+    Mesh& mesh = *group_.engine->mesh();
     if (mesh.isVisible(peer)) text += describe(mesh.lookAt(peer));
     text += questions_.lastAnswer(rank);
   }
@@ -143,8 +131,8 @@ std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
 std::string Diagnosis::listArrived(const std::vector<int>& missing,
                                    const std::vector<int>& behind) const {
   std::vector<int> arrived;
-  for (int rank = 0; rank < options_.ranks; ++rank) {
-    if (rank != options_.rank && !contains(missing, rank) && !contains(behind, rank)) {
+  for (int rank = 0; rank < group_.options.ranks; ++rank) {
+    if (rank != group_.options.rank && !contains(missing, rank) && !contains(behind, rank)) {
       arrived.push_back(rank);
     }
   }
@@ -155,8 +143,8 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
                                 const std::vector<int>& behind) const {
   const auto waited = std::to_string(millisecondsSince(op.submitted));
   // All errors of a group have this prefix.
-  std::string text =
-      "mycoll group '" + options_.name + "': [Rank " + std::to_string(options_.rank) + "]: ";
+  std::string text = "mycoll group '" + group_.options.name + "': [Rank " +
+                     std::to_string(group_.options.rank) + "]: ";
   const std::string call = numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
     // Worded as in gloo: users search for it.
@@ -180,9 +168,9 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
 }
 
 Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const {
-  std::string text = "mycoll group '" + options_.name + "': Connection closed by peer: ";
-  for (int rank : gone) text += membership_.describeDeparture(rank) + "; ";
-  text += "this rank (" + std::to_string(options_.rank) + ") still waits for " +
+  std::string text = "mycoll group '" + group_.options.name + "': Connection closed by peer: ";
+  for (int rank : gone) text += group_.membership.describeDeparture(rank) + "; ";
+  text += "this rank (" + std::to_string(group_.options.rank) + ") still waits for " +
           (gone.size() == 1 ? "it" : "them") + " in " + op.describe() + " " + numberOf(op) +
           ".\n  Every rank must make the same calls before it destroys the group or ends.";
   return Status(Code::kPeerLost, text, causeOf(op, gone));
@@ -193,8 +181,8 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 // In a monitored barrier rank 0 reports the timeout, as in gloo: without an arena the other ranks
 // let rank 0 time out first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
-  const bool yields =
-      op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();
+  const bool yields = op.kind() == OpKind::kMonitoredBarrier && group_.options.rank != 0 &&
+                      !group_.membership.arena();
   return op.deadline.expired() && (!yields || Clock::now() - op.deadline.when() > kRootGrace);
 }
 
@@ -202,58 +190,58 @@ void Diagnosis::checkHealth() {
   std::optional<Block> block;
   uint32_t rounds = 0;
   queue_.inspectHead([&](CollectiveOp& op, std::vector<int> missing) {
-    if (membership_.noticeFailure(runner_.current())) return;
+    if (group_.membership.noticeFailure(runner_.current())) return;
     const bool isWorthAsking = !missing.empty();
     check(op, missing);
-    if (!isWorthAsking || membership_.hasFailed()) return;
+    if (!isWorthAsking || group_.membership.hasFailed()) return;
     if (!questions_.isTimeToAsk(op, op.waitsSince())) return;
     block = questions_.blockOf(op, std::move(missing));
     rounds = op.rounds;
   });
-  membership_.spread();
+  group_.membership.spread();
   if (block) questions_.ask(*block, rounds);
 }
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   const auto now = Clock::now();
-  record_.waitsFor(op.sequence(), missing);
+  group_.record.waitsFor(op.sequence(), missing);
   if (isLate(op)) {
     const std::vector<int> behind =
-        membership_.arena() ? missing : agreement_.behind(runner_.current());
-    return membership_.failFirst(
+        group_.membership.arena() ? missing : group_.agreement.behind(runner_.current());
+    return group_.membership.failFirst(
         timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
   const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
   // A monitored barrier depends on these notices, and may have a short timeout.
   const bool isAtOnce =
       op.kind() == OpKind::kMonitoredBarrier && op.announced == Clock::time_point{};
-  if (!membership_.arena() && (isAtOnce || now - announced > kAnnounceEvery)) {
+  if (!group_.membership.arena() && (isAtOnce || now - announced > kAnnounceEvery)) {
     op.announced = now;
     // The ranks that an external collective waits for are only known from the others' notices.
-    agreement_.tellArrived(op.external ? std::vector<int>() : missing);
+    group_.agreement.tellArrived(op.external ? std::vector<int>() : missing);
   }
   if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > kWarnAfter) {
     op.hasWarned = true;
-    MYCOLL_LOG_WARN("group '%s': %s (call #%llu) has waited %lld ms for %s", options_.name.c_str(),
-                    op.describe().c_str(), static_cast<unsigned long long>(op.sequence()),
-                    static_cast<long long>(millisecondsSince(op.waitsSince())),
-                    listRanks(missing).c_str());
+    MYCOLL_LOG_WARN(
+        "group '%s': %s (call #%llu) has waited %lld ms for %s", group_.options.name.c_str(),
+        op.describe().c_str(), static_cast<unsigned long long>(op.sequence()),
+        static_cast<long long>(millisecondsSince(op.waitsSince())), listRanks(missing).c_str());
   }
   std::vector<int> gone;
   for (int rank : missing) {
-    if (membership_.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
+    if (group_.membership.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
   }
   if (gone.empty()) {
     leftSince_ = {};
   } else if (leftSince_ == Clock::time_point{}) {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {
-    membership_.failFirst(hasLeft(op, gone));
+    group_.membership.failFirst(hasLeft(op, gone));
   }
 }
 
 void Diagnosis::checkMessage(MessageOp& op) {
-  if (op.done() || membership_.lookIntoArena()) return;
+  if (op.done() || group_.membership.lookIntoArena()) return;
   if (!op.deadline.expired()) {
     if (!questions_.isTimeToAsk(op, op.submitted)) return;
     if (const auto block = questions_.blockOf(op)) questions_.ask(*block, op.rounds);
@@ -262,20 +250,20 @@ void Diagnosis::checkMessage(MessageOp& op) {
   const bool isAnyone = op.rank == kFromAnyone;
   Cause fields;
   fields.rank = isAnyone ? -1 : op.rank;
-  membership_.fail(
-      Status(Code::kTimeout,
-             "mycoll group '" + options_.name + "': [Rank " + std::to_string(options_.rank) +
-                 "]: " + op.describe(isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
-                 " timed out after " + std::to_string(millisecondsSince(op.submitted)) +
-                 " ms. Timed out waiting for the other side, which never came" +
-                 (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
-             fields));
+  group_.membership.fail(Status(
+      Code::kTimeout,
+      "mycoll group '" + group_.options.name + "': [Rank " + std::to_string(group_.options.rank) +
+          "]: " + op.describe(isAnyone ? "any rank" : group_.mailbox.describeRank(op.rank)) +
+          " timed out after " + std::to_string(millisecondsSince(op.submitted)) +
+          " ms. Timed out waiting for the other side, which never came" +
+          (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
+      fields));
 }
 
 void Diagnosis::checkFutures() {
-  if (membership_.hasFailed()) return;
+  if (group_.membership.hasFailed()) return;
   std::shared_ptr<MessageOp> late;
-  mailbox_.forEachMessage([&late](Transfer& message) {
+  group_.mailbox.forEachMessage([&late](Transfer& message) {
     const auto& op = static_cast<const MessageOp&>(message);
     if (!late && op.isAwaited() && op.deadline.expired()) late = op.self;
   });

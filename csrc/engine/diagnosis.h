@@ -14,20 +14,14 @@
 
 namespace mycoll {
 
-class Agreement;
-class Engine;
-class Mailbox;
-class Membership;
 class Questions;
 class Queue;
 class Runner;
-struct GroupOptions;
+struct Group;
 
 class Diagnosis {
  public:
-  Diagnosis(const GroupOptions& options, Engine& engine, Mailbox& mailbox, Membership& membership,
-            Agreement& agreement, Runner& runner, Queue& queue, Questions& questions,
-            GroupRecord& record);
+  Diagnosis(Group& group, Runner& runner, Queue& queue, Questions& questions);
 
   // ---- for a thread that has waited a while
   // Checks the deadline and the missing ranks of the collective that runs.
@@ -51,15 +45,10 @@ class Diagnosis {
   std::string listRanks(const std::vector<int>& ranks) const;
   std::string listArrived(const std::vector<int>& missing, const std::vector<int>& behind) const;
 
-  const GroupOptions& options_;
-  Engine& engine_;
-  Mailbox& mailbox_;
-  Membership& membership_;
-  Agreement& agreement_;
+  Group& group_;
   Runner& runner_;
   Queue& queue_;
   Questions& questions_;
-  GroupRecord& record_;
 
   std::chrono::steady_clock::time_point leftSince_;  // guarded by the queue's run lock
 };

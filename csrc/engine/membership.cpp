@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/sanitize.h"
 #include "base/topology.h"
+#include "engine/group.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -34,15 +35,12 @@ uint64_t incidentOf(const std::string& uid) {
 
 }  // namespace
 
-Membership::Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record,
-                       bool isExternal, int mostToldDirectly)
-    : mailbox_(mailbox),
-      tree_(tree),
-      record_(record),
-      isExternal_(isExternal),
-      isLarge_(mailbox.ranks() > mostToldDirectly),
-      hasMet_(mailbox.group().peers.size()),
-      left_(mailbox.group().peers.size()) {}
+Membership::Membership(Group& group)
+    : group_(group),
+      mailbox_(group.mailbox),
+      isLarge_(mailbox_.ranks() > group.options.mostToldDirectly),
+      hasMet_(mailbox_.ranks()),
+      left_(mailbox_.ranks()) {}
 
 void Membership::moveTo(State next) {
   assert((state_ == State::kOpen && (next == State::kFailed || next == State::kLeaving)) ||
@@ -114,7 +112,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   if (!cause_.ok()) {
     if (from >= failedFrom_) return;
     failedFrom_ = from;
-    if (!isExternal_) endsFrom_.store(from, std::memory_order_relaxed);
+    if (!group_.options.isExternal) endsFrom_.store(from, std::memory_order_relaxed);
     mailbox_.failFrom(failedFrom_, cause_);
     if (isPassedOn_) this->tellOthers();
     return;
@@ -135,14 +133,14 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
     MutexLock lock(failureMutex_);
     failure_ = cause_;
   }
-  endsFrom_.store(isExternal_ ? 0 : from, std::memory_order_relaxed);
+  endsFrom_.store(group_.options.isExternal ? 0 : from, std::memory_order_relaxed);
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
   // If only this rank is leaving, the group lives on for the others. Precedes hasFailed_: a thread
   // that sees that ends its call, and may write to tensors that other ranks still read
   // (ReadInTime).
   if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   hasFailed_.store(true, std::memory_order_release);
-  record_.fail(cause_);
+  group_.record.fail(cause_);
   mailbox_.failFrom(failedFrom_, cause_);
   if (!tellsOthers || !tellsOthers_) return;
   isPassedOn_ = isLarge_;
@@ -153,9 +151,9 @@ void Membership::tellOthers() {
   const int self = mailbox_.rank();
   std::set<int> ranks;
   auto addNeighbours = [&](const ControlTree::HasLeft& isAbsent) {
-    const std::vector<int> children = tree_.childrenOf(self, isAbsent);
+    const std::vector<int> children = group_.tree.childrenOf(self, isAbsent);
     ranks.insert(children.begin(), children.end());
-    ranks.insert(tree_.parentOf(self, isAbsent));
+    ranks.insert(group_.tree.parentOf(self, isAbsent));
   };
   if (isLarge_) {
     // A lost rank forwards nothing. The rank that the cause names may be stopped, lost or alive: it

@@ -13,8 +13,8 @@
 // once.
 //
 // Thread contract: any thread, unless a function REQUIRES the I/O lock. The state is guarded by
-// that lock; copies of it can be read without. Lifetime: owned by its communicator, as is the
-// mailbox; attach()ed arenas outlive it.
+// that lock; copies of it can be read without. Lifetime: owned by its group; attach()ed arenas
+// outlive it.
 #pragma once
 
 #include <atomic>
@@ -28,20 +28,19 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "collectives/shm/arena.h"
-#include "engine/control_tree.h"
-#include "observe/recorder.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
+
+struct Group;
 
 // This rank's knowledge of another one. kUnknown: departure and death cannot be distinguished.
 enum class Departure { kLeft, kStayed, kUnknown };
 
 class Membership {
  public:
-  // isExternal: its operations run elsewhere, and do not detect a failure by themselves.
-  Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record, bool isExternal,
-             int mostToldDirectly);
+  // The group's membership and agreement are made later, and not used yet.
+  explicit Membership(Group& group);
 
   // ---- has it failed?
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
@@ -115,10 +114,8 @@ class Membership {
   std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 
+  Group& group_;
   Mailbox& mailbox_;
-  const ControlTree& tree_;
-  GroupRecord& record_;
-  const bool isExternal_;
   const bool isLarge_;
   std::atomic<Arena*> arena_{nullptr};
 

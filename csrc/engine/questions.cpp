@@ -10,7 +10,6 @@
 #include "base/sanitize.h"
 #include "engine/communicator.h"
 #include "engine/engine.h"
-#include "engine/membership.h"
 #include "engine/queue.h"
 #include "transport/mesh.h"
 
@@ -94,24 +93,18 @@ struct Questions::Question {
   }
 };
 
-Questions::Questions(const GroupOptions& options, Communicator& self, Engine& engine,
-                     Mailbox& mailbox, Membership& membership, Queue& queue)
-    : options_(options),
-      self_(self),
-      engine_(engine),
-      mailbox_(mailbox),
-      membership_(membership),
-      queue_(queue) {}
+Questions::Questions(Group& group, Communicator& self, Queue& queue)
+    : group_(group), self_(self), queue_(queue) {}
 
 // ---- from which thread the group is called -----------------------------------------------------
 
 void Questions::noteCaller() {
-  if (caller_.note()) engine_.caller().note();
+  if (caller_.note()) group_.engine->caller().note();
 }
 
 void Questions::enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op,
                       Clock::time_point since) {
-  entry->emplace(engine_.waits(), Wait{threadNumber(), self_.weak_from_this(), op, since});
+  entry->emplace(group_.engine->waits(), Wait{threadNumber(), self_.weak_from_this(), op, since});
 }
 
 // The thread that should make this group's next call.
@@ -123,7 +116,7 @@ uint64_t Questions::callingThread() const {
 
 uint64_t Questions::identityOf(bool isMessage, uint64_t number) const {
   uint64_t mixed = (number * 2 + (isMessage ? 1 : 0) + 1) * 0x9e3779b97f4a7c15ULL;
-  return mailbox_.group().context ^ mixed ^ (mixed >> 29);
+  return group_.mailbox.group().context ^ mixed ^ (mixed >> 29);
 }
 
 std::optional<Block> Questions::blockedHead() {
@@ -145,20 +138,20 @@ std::optional<Block> Questions::blockOf(const CollectiveOp& op, std::vector<int>
   block.identity = identityOf(false, block.number);
   block.ranks = std::move(missing);
   block.text = op.describe() + " (call #" + std::to_string(op.sequence()) + ") of group '" +
-               options_.name + "', for " + seconds(Clock::now() - op.waitsSince()) +
+               group_.options.name + "', for " + seconds(Clock::now() - op.waitsSince()) +
                ", waits for " + listNames(block.ranks);
   return block;
 }
 
 std::optional<Block> Questions::blockOf(MessageOp& op) {
-  if (op.done() || op.rank == kFromAnyone || !mailbox_.isUnmatched(op)) return std::nullopt;
+  if (op.done() || op.rank == kFromAnyone || !group_.mailbox.isUnmatched(op)) return std::nullopt;
   Block block;
   block.group = self_.shared_from_this();
   block.isMessage = true;
   block.number = op.sequence();
   block.identity = identityOf(true, op.sequence());
   block.ranks = {op.rank};
-  block.text = op.describe() + ", of group '" + options_.name + "', for " +
+  block.text = op.describe() + ", of group '" + group_.options.name + "', for " +
                seconds(Clock::now() - op.submitted);
   return block;
 }
@@ -167,7 +160,7 @@ std::string Questions::listNames(const std::vector<int>& ranks) const {
   constexpr size_t kShown = 4;
   std::string text;
   for (size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
-    text += (i ? ", " : "") + mailbox_.describeRank(ranks[i]);
+    text += (i ? ", " : "") + group_.mailbox.describeRank(ranks[i]);
   }
   if (ranks.size() > kShown) text += " and " + std::to_string(ranks.size() - kShown) + " more";
   return text;
@@ -198,12 +191,12 @@ std::string Questions::explain(const Question& question, std::optional<Block>* b
 
 // The call was not made: explains what the thread that should make it is doing.
 std::string Questions::explainMissingCall(std::optional<Block>* block) {
-  if (options_.mayBeCalled && options_.mayBeCalled()) {
+  if (group_.options.mayBeCalled && group_.options.mayBeCalled()) {
     return "; its program has other threads, or callbacks that are still to run";
   }
-  const Caller& caller = caller_.thread() == 0 ? engine_.caller() : caller_;
+  const Caller& caller = caller_.thread() == 0 ? group_.engine->caller() : caller_;
   if (caller.isMany()) return "; it is called from several threads";
-  const std::optional<Wait> wait = engine_.waits().of(callingThread());
+  const std::optional<Wait> wait = group_.engine->waits().of(callingThread());
   if (!wait) return "; since then its program has been in no call of mycoll";
   const std::shared_ptr<Communicator> other = wait->group.lock();
   if (!other || wait->op->done()) return "";
@@ -243,7 +236,7 @@ void Questions::ask(const Block& block, uint32_t round) {
 void Questions::passOn(Question question, const Block& block) {
   question.isMessage = block.isMessage;
   question.number = block.number;
-  question.way += encodeStep(engine_.mesh()->address().uid, block.identity);
+  question.way += encodeStep(group_.engine->mesh()->address().uid, block.identity);
   Mailbox& mailbox = block.group->mailbox();
   question.waits.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
   const std::string text = question.encode();
@@ -269,7 +262,7 @@ void Questions::onMessage(int source, FrameKind kind, const std::string& payload
     if (incoming_.size() >= kMaxIncoming) return;
     incoming_.push_back({source, kind, payload});
   }
-  engine_.messageCame();
+  group_.engine->messageCame();
 }
 
 void Questions::handleMessages() {
@@ -295,10 +288,10 @@ void Questions::onQuestion(int source, const std::string& text) {
   if (!Question::decode(text, &question)) return;
   std::optional<Block> block;
   const std::string answer = explain(question, &block);
-  mailbox_.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
+  group_.mailbox.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
   const auto way = decodeWay(question.way);
   if (!block || way.empty()) return;
-  const std::string& self = engine_.mesh()->address().uid;
+  const std::string& self = group_.engine->mesh()->address().uid;
   if (way.front().first == self) {
     if (way.front().second == block->identity) onCycle(question, *block);
     return;
@@ -345,10 +338,10 @@ void Questions::onDeadlock(const std::string& payload) {
   if (end == payload.npos) return;
   const std::string cycle = payload.substr(0, end);
   const auto way = decodeWay(cycle);
-  const std::string& self = engine_.mesh()->address().uid;
+  const std::string& self = group_.engine->mesh()->address().uid;
   for (size_t i = 0; i < way.size(); ++i) {
     if (way[i].first != self) continue;
-    for (const std::shared_ptr<Communicator>& group : engine_.groups()) {
+    for (const std::shared_ptr<Communicator>& group : group_.engine->groups()) {
       if (!group->questions().isWaitingIn(way[i].second)) continue;
       const auto& peers = group->mailbox().group().peers;
       for (size_t rank = 0; i + 1 < way.size() && rank < peers.size(); ++rank) {
@@ -364,9 +357,9 @@ void Questions::onDeadlock(const std::string& payload) {
 }
 
 bool Questions::isWaitingIn(uint64_t identity) {
-  if (membership_.hasFailed()) return false;
+  if (group_.membership.hasFailed()) return false;
   if (const auto block = blockedHead(); block && block->identity == identity) return true;
-  const std::optional<Wait> wait = engine_.waits().of(callingThread());
+  const std::optional<Wait> wait = group_.engine->waits().of(callingThread());
   return wait && wait->group.lock().get() == &self_ && !wait->op->done() &&
          identityOf(true, wait->op->sequence()) == identity;
 }

@@ -36,16 +36,12 @@
 namespace mycoll {
 
 class Communicator;
-class Engine;
-class Mailbox;
-class Membership;
 class Queue;
-struct GroupOptions;
+struct Group;
 
 class Questions {
  public:
-  Questions(const GroupOptions& options, Communicator& self, Engine& engine, Mailbox& mailbox,
-            Membership& membership, Queue& queue);
+  Questions(Group& group, Communicator& self, Queue& queue);
 
   // ---- from which thread the group is called
   void noteCaller();
@@ -99,11 +95,8 @@ class Questions {
   bool isWaitingIn(uint64_t identity);
   std::string listNames(const std::vector<int>& ranks) const;
 
-  const GroupOptions& options_;
+  Group& group_;
   Communicator& self_;
-  Engine& engine_;
-  Mailbox& mailbox_;
-  Membership& membership_;
   Queue& queue_;
 
   const uint64_t creator_ = threadNumber();

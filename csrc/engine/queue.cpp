@@ -5,10 +5,9 @@
 #include <new>
 #include <utility>
 
-#include "engine/communicator.h"
 #include "engine/diagnosis.h"
 #include "engine/engine.h"
-#include "engine/membership.h"
+#include "engine/group.h"
 #include "engine/questions.h"
 #include "engine/runner.h"
 #include "observe/trace_file.h"
@@ -22,15 +21,12 @@ constexpr int kSpinBatch = 64;
 
 }  // namespace
 
-Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
-             Diagnosis& diagnosis, Questions& questions, GroupRecord& record, int localRanks)
-    : options_(options),
-      engine_(engine),
-      membership_(membership),
+Queue::Queue(Group& group, Runner& runner, Diagnosis& diagnosis, Questions& questions,
+             int localRanks)
+    : group_(group),
       runner_(runner),
       diagnosis_(diagnosis),
       questions_(questions),
-      record_(record),
       spinPolicy_(choose(localRanks)),
       contention_(spinPolicy_.longYields) {}
 
@@ -38,9 +34,9 @@ bool Queue::push(std::shared_ptr<CollectiveOp> op) {
   MutexLock lock(queueMutex_);
   op->setSequence(submitted());
   submitted_.store(op->sequence() + 1, std::memory_order_relaxed);
-  op->setRecord(record_.enqueue(op->description(), op->submitted.time_since_epoch().count(),
-                                /*isStarted=*/ops_.empty()));
-  record_.setSubmitted(op->sequence() + 1);
+  op->setRecord(group_.record.enqueue(op->description(), op->submitted.time_since_epoch().count(),
+                                      /*isStarted=*/ops_.empty()));
+  group_.record.setSubmitted(op->sequence() + 1);
   ops_.push_back(std::move(op));
   if (ops_.size() > 1) return false;
   head_.store(ops_.front().get(), std::memory_order_seq_cst);
@@ -52,7 +48,9 @@ size_t Queue::size() const {
   return ops_.size();
 }
 
-bool Queue::isUnattended() const { return !options_.isExternal && !isEmpty() && !hasWaiters(); }
+bool Queue::isUnattended() const {
+  return !group_.options.isExternal && !isEmpty() && !hasWaiters();
+}
 
 Queue::Position Queue::position() const {
   MutexLock lock(queueMutex_);
@@ -74,7 +72,7 @@ bool Queue::inspectHead(const Inspect& fn) {
   }
   // Either this sees the flag, or the thread that sets it finds the run lock free: see sleepFor().
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (isLookMissed_.exchange(false)) engine_.mesh()->sleeper().wakeAll();
+  if (isLookMissed_.exchange(false)) group_.engine->mesh()->sleeper().wakeAll();
   return true;
 }
 
@@ -82,9 +80,9 @@ bool Queue::inspectHead(const Inspect& fn) {
 
 bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
   if (!op.task.valid()) {
-    if (membership_.noticeFailure(runner_.begun())) {
+    if (group_.membership.noticeFailure(runner_.begun())) {
       *hasEnded = true;
-      *outcome = membership_.error();
+      *outcome = group_.membership.error();
       return true;
     }
     if (!op.record().isStarted()) op.record().start(steadyNanos());
@@ -94,7 +92,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       // The collective may have begun, and cannot begin again.
       *hasEnded = true;
       *outcome = detail::outOfMemory();
-      membership_.failFirst(*outcome);
+      group_.membership.failFirst(*outcome);
       return true;
     }
   } else {
@@ -105,10 +103,10 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       ready = condition->ready();
     }
     if (!ready) {
-      if (!membership_.noticeFailure(runner_.current())) return false;
+      if (!group_.membership.noticeFailure(runner_.current())) return false;
       op.task.reset();
       *hasEnded = true;
-      *outcome = membership_.error();
+      *outcome = group_.membership.error();
       return true;
     }
   }
@@ -118,9 +116,9 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     *outcome = op.task.result();
     // A failure that is already known must not fail earlier collectives. A mismatch must not fail
     // earlier collectives that other ranks still run.
-    if (!outcome->ok() && !membership_.hasFailed()) {
+    if (!outcome->ok() && !group_.membership.hasFailed()) {
       const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
-      membership_.failFirst(*outcome, /*tellsOthers=*/true, from);
+      group_.membership.failFirst(*outcome, /*tellsOthers=*/true, from);
     }
     op.task.reset();
   }
@@ -143,7 +141,7 @@ bool Queue::run(int spins) {
       if (!step(*op, spins, &hasEnded, &outcome)) return moved;
       moved = true;
       if (!hasEnded) continue;
-      if (!outcome.ok()) outcome = diagnosis_.inContext(membership_.error(), *op);
+      if (!outcome.ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
       MutexLock lock(queueMutex_);
       last_ = Finished{op->kind(), op->sequence(), op->submitted};
       ended = std::move(ops_.front());
@@ -151,9 +149,9 @@ bool Queue::run(int spins) {
       isLast = ops_.empty();
       head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
-    if (!outcome.ok()) membership_.spread();
+    if (!outcome.ok()) group_.membership.spread();
     ended->finish(std::move(outcome));
-    engine_.mesh()->sleeper().wakeSleepers();
+    group_.engine->mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
   }
 }
@@ -189,7 +187,7 @@ class Waiting {
 }  // namespace
 
 void Queue::handOn() const {
-  if (!isEmpty() || engine_.mesh()->hasPending()) engine_.wake();
+  if (!isEmpty() || group_.engine->mesh()->hasPending()) group_.engine->wake();
 }
 
 Status Queue::wait(const OpPtr& op, Deadline deadline) {
@@ -203,10 +201,10 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   auto began = deadline.isNever() ? Clock::time_point::min() : Clock::now();
   auto lastTick = began;
   const bool isMessage = op->isMessage();
-  Mesh& mesh = *engine_.mesh();
+  Mesh& mesh = *group_.engine->mesh();
   bool isInterrupted = false;
   {
-    Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
+    Waiting waiting(*group_.engine, *this, isMessage ? nullptr : &waiters_);
     std::optional<WaitBoard::Entry> entry;
     Backoff backoff(spinPolicy_, contention_);
     int spins = 0;
@@ -214,7 +212,8 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       const bool advanced = !isMessage && run(spins);
       bool moved = advanced, inHost = false;
       if (op->done()) break;
-      if (isMessage || !membership_.arena() || mesh.hasPending()) moved |= mesh.progress(&inHost);
+      if (isMessage || !group_.membership.arena() || mesh.hasPending())
+        moved |= mesh.progress(&inHost);
       if (advanced || inHost) {
         backoff.advanced();
       } else if (moved) {
@@ -224,7 +223,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       const auto now = Clock::now();
       if (began == Clock::time_point::min()) began = lastTick = now;
       spins = 0;
-      switch (backoff.next(now, isMessage || membership_.arena())) {
+      switch (backoff.next(now, isMessage || group_.membership.arena())) {
         case Backoff::Pause::kSpin:
           if (isMessage) cpuRelax();
           if (!isMessage) spins = kSpinBatch;
@@ -243,7 +242,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       // Both calls may wait for the interpreter, which another thread may hold for long: meanwhile
       // the engine's thread works.
       waiting.end();
-      isInterrupted = options_.interrupted && options_.interrupted();
+      isInterrupted = group_.options.interrupted && group_.options.interrupted();
       noteCallSite(*op);
       waiting.begin();
       if (isInterrupted || deadline.expired()) break;
@@ -253,7 +252,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (isInterrupted) return interrupted();
   if (op->done()) return outcomeOf(*op);
   const auto waited = std::chrono::ceil<std::chrono::milliseconds>(deadline.when() - began);
-  return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
+  return Status(Code::kTimeout, "mycoll group '" + group_.options.name + "': wait() for " +
                                     name(op->kind()) + " timed out: Timed out waiting " +
                                     std::to_string(waited.count()) +
                                     "ms; the operation is still running");
@@ -261,8 +260,8 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
 
 // Called by a waiting thread every kWaitTick.
 void Queue::lookAround(Op& op) {
-  engine_.mesh()->checkProcesses();
-  engine_.hear();
+  group_.engine->mesh()->checkProcesses();
+  group_.engine->hear();
   if (op.isMessage()) {
     diagnosis_.checkMessage(static_cast<MessageOp&>(op));
   } else {
@@ -271,7 +270,7 @@ void Queue::lookAround(Op& op) {
 }
 
 bool Queue::sleepFor(const Op& op, Deadline deadline) {
-  Mesh& mesh = *engine_.mesh();
+  Mesh& mesh = *group_.engine->mesh();
   Arena* const arena = runner_.arena();
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
   mesh.setAsleep(true);
@@ -299,7 +298,8 @@ Status Queue::outcomeOf(const Op& op) {
 }
 
 void Queue::noteCallSite(const Op& op) {
-  if (options_.callSite && !op.record().hasSite()) op.record().setSite(options_.callSite());
+  if (group_.options.callSite && !op.record().hasSite())
+    op.record().setSite(group_.options.callSite());
 }
 
 }  // namespace mycoll

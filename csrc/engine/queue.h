@@ -29,17 +29,14 @@
 namespace mycoll {
 
 class Diagnosis;
-class Engine;
-class Membership;
 class Questions;
 class Runner;
-struct GroupOptions;
+struct Group;
 
 class Queue {
  public:
   // localRanks: those of this host, which compete for its cores.
-  Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
-        Diagnosis& diagnosis, Questions& questions, GroupRecord& record, int localRanks);
+  Queue(Group& group, Runner& runner, Diagnosis& diagnosis, Questions& questions, int localRanks);
 
   // Numbers the op, records it and queues it. True if nothing is ahead of it.
   bool push(std::shared_ptr<CollectiveOp> op);
@@ -87,13 +84,10 @@ class Queue {
   Status outcomeOf(const Op& op);
   void noteCallSite(const Op& op);
 
-  const GroupOptions& options_;
-  Engine& engine_;
-  Membership& membership_;
+  Group& group_;
   Runner& runner_;
   Diagnosis& diagnosis_;
   Questions& questions_;
-  GroupRecord& record_;
   const SpinPolicy spinPolicy_;
   CoreContention contention_;
 

@@ -5,10 +5,7 @@
 #include "base/log.h"
 #include "collectives/run/run.h"
 #include "collectives/shm/collectives.h"
-#include "engine/agreement.h"
-#include "engine/communicator.h"
-#include "engine/control_tree.h"
-#include "engine/membership.h"
+#include "engine/group.h"
 #include "engine/share.h"
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
@@ -33,16 +30,8 @@ class ExternalEnd final : public Condition {
 
 }  // namespace
 
-Runner::Runner(const GroupOptions& options, Mailbox& mailbox, const Shape& shape,
-               Membership& membership, Agreement& agreement, GroupRecord& record)
-    : options_(options),
-      mailbox_(mailbox),
-      shape_(shape),
-      membership_(membership),
-      agreement_(agreement),
-      record_(record),
-      memory_(options.rank),
-      plans_(std::make_unique<PlanCache>()) {}
+Runner::Runner(Group& group)
+    : group_(group), memory_(group.options.rank), plans_(std::make_unique<PlanCache>()) {}
 
 Runner::~Runner() = default;
 
@@ -72,8 +61,8 @@ Task Runner::runComposite(const Composite& composite) {
 Task Runner::awaitExternal(CollectiveOp& op) {
   const uint64_t sequence = nextNumber();
   op.begun = std::chrono::steady_clock::now();
-  agreement_.begin(sequence, op.signature);
-  ExternalEnd end(*op.external, agreement_, sequence);
+  group_.agreement.begin(sequence, op.signature);
+  ExternalEnd end(*op.external, group_.agreement, sequence);
   co_await end;
   co_return op.external->status();
 }
@@ -81,12 +70,13 @@ Task Runner::awaitExternal(CollectiveOp& op) {
 Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (!isPrepared_) return carryOutFirst(call, signature);
   const uint64_t sequence = nextNumber();
-  if (options_.ranks == 1) return carryOutAlone(call);
+  if (group_.options.ranks == 1) return carryOutAlone(call);
   if (!isPlanned_) {
-    return shmCollective(ShmGroup{*arena_, memory_, mailbox_, sequence, signature}, call);
+    return shmCollective(ShmGroup{*arena_, memory_, group_.mailbox, sequence, signature}, call);
   }
-  agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, shape_, *plans_, arena_.get(), sequence, signature}, call);
+  group_.agreement.begin(sequence, signature);
+  return netCollective({group_.mailbox, group_.shape, *plans_, arena_.get(), sequence, signature},
+                       call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
@@ -115,65 +105,68 @@ Task Runner::carryOutAlone(const Call& call) {
 }
 
 bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
-  if (options_.isExternal || ranks.size() < 2) return false;
-  const Mesh& mesh = mailbox_.mesh();
+  if (group_.options.isExternal || ranks.size() < 2) return false;
+  const Mesh& mesh = group_.mailbox.mesh();
   for (const int rank : ranks) {
-    if (!mesh.isLocal(mailbox_.group().peers[rank])) return false;
+    if (!mesh.isLocal(group_.mailbox.group().peers[rank])) return false;
   }
   return mesh.options().transport != TransportChoice::kTcp;
 }
 
 // If all ranks are on this host, the arena runs everything; otherwise plans use it.
 Task Runner::shareWithHost(const Signature& first) {
-  if (shape_.hosts() > 1 && options_.rank == 0) {
-    if (const int block = betterSumBlock(hostsOf(mailbox_.group()), sumTree())) {
+  if (group_.shape.hosts() > 1 && group_.options.rank == 0) {
+    if (const int block = betterSumBlock(hostsOf(group_.mailbox.group()), sumTree())) {
       MYCOLL_LOG_INFO("group '%s': with MYCOLL_SUM_BLOCK=%d hosts would send less",
-                      options_.name.c_str(), block);
+                      group_.options.name.c_str(), block);
     }
   }
   // The collective begins now: a rank that waits here for others of its host can then notify all.
-  if (options_.ranks > 1) agreement_.begin(begun(), first);
-  const std::vector<int>& members = shape_.membersOf(shape_.hostOf(options_.rank));
+  if (group_.options.ranks > 1) group_.agreement.begin(begun(), first);
+  const std::vector<int>& members =
+      group_.shape.membersOf(group_.shape.hostOf(group_.options.rank));
   const bool mayShare = mayShareMemory(members);
-  if (mayShare && shape_.hosts() == 1) {
-    MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(mailbox_, membership_, &arena_));
+  if (mayShare && group_.shape.hosts() == 1) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(group_.mailbox, group_.membership, &arena_));
   } else if (mayShare) {
     ArenaShape wanted;
-    wanted.smallBytes = blobBytes(shape_);
-    wanted.chunkBytes = areaBytes(shape_);
-    wanted.areas = areaCount(shape_);
-    MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(mailbox_, members, wanted, &arena_));
-    if (arena_) membership_.haveMet(members);
+    wanted.smallBytes = blobBytes(group_.shape);
+    wanted.chunkBytes = areaBytes(group_.shape);
+    wanted.areas = areaCount(group_.shape);
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(group_.mailbox, members, wanted, &arena_));
+    if (arena_) group_.membership.haveMet(members);
   }
   if (mayShare && !arena_) {
-    MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
+    MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory",
+                    group_.options.name.c_str());
   }
   sharedArena_.store(arena_.get(), std::memory_order_release);
-  isPlanned_ = !arena_ || shape_.hosts() > 1;
+  isPlanned_ = !arena_ || group_.shape.hosts() > 1;
   co_return Status();
 }
 
 Task Runner::prepare(const Signature& first) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(first));
   isPrepared_ = true;
-  record_.setTransport(transport() + (encryption().empty() ? "" : ", encrypted: " + encryption()));
-  MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),
-                  options_.ranks, transport().c_str());
+  group_.record.setTransport(transport() +
+                             (encryption().empty() ? "" : ", encrypted: " + encryption()));
+  MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", group_.options.name.c_str(),
+                  group_.options.ranks, transport().c_str());
   co_return Status();
 }
 
 std::string Runner::encryption() const {
-  const std::shared_ptr<const Tls>& tls = mailbox_.mesh().options().tls;
+  const std::shared_ptr<const Tls>& tls = group_.mailbox.mesh().options().tls;
   return tls && transport().find("tcp") != std::string::npos ? tls->describe() : "";
 }
 
 std::string Runner::transport() const {
-  if (options_.ranks == 1) return "self";
-  if (membership_.arena()) return "shm";
-  const Mesh& mesh = mailbox_.mesh();
+  if (group_.options.ranks == 1) return "self";
+  if (group_.membership.arena()) return "shm";
+  const Mesh& mesh = group_.mailbox.mesh();
   int local = 0;
-  for (const PeerAddress& peer : mailbox_.group().peers) local += mesh.isLocal(peer);
-  if (local == options_.ranks) return "shm";
+  for (const PeerAddress& peer : group_.mailbox.group().peers) local += mesh.isLocal(peer);
+  if (local == group_.options.ranks) return "shm";
   return local > 1 ? "shm+tcp" : "tcp";
 }
 

@@ -2,8 +2,8 @@
 // host, else by plans. The first collective decides which of the two.
 //
 // Thread contract: transport(), encryption(), arena() and the counts [any thread]; all else is
-// called by the thread that holds the queue's run lock. Lifetime: owned by its communicator, as are
-// the parts that it refers to; tasks do not outlive it.
+// called by the thread that holds the queue's run lock.
+// Lifetime: owned by its communicator; tasks do not outlive it.
 #pragma once
 
 #include <atomic>
@@ -11,24 +11,18 @@
 #include <string>
 #include <vector>
 
-#include "collectives/plan/shape.h"
 #include "collectives/shm/arena.h"
 #include "collectives/shm/peer_memory.h"
 #include "engine/op.h"
 
 namespace mycoll {
 
-class Agreement;
-class Mesh;
-class Mailbox;
-class Membership;
 class PlanCache;
-struct GroupOptions;
+struct Group;
 
 class Runner final : public CollectiveRunner {
  public:
-  Runner(const GroupOptions& options, Mailbox& mailbox, const Shape& shape, Membership& membership,
-         Agreement& agreement, GroupRecord& record);
+  explicit Runner(Group& group);
   ~Runner();
 
   // Returns the op's task, not yet resumed. The op must outlive it.
@@ -58,13 +52,7 @@ class Runner final : public CollectiveRunner {
   bool mayShareMemory(const std::vector<int>& ranks) const;
   uint64_t nextNumber();
 
-  const GroupOptions& options_;
-  Mailbox& mailbox_;
-  const Shape& shape_;
-  Membership& membership_;
-  Agreement& agreement_;
-  GroupRecord& record_;
-
+  Group& group_;
   bool isPrepared_ = false;
   bool isPlanned_ = true;  // false: the arena is of all ranks, and runs everything
   std::unique_ptr<Arena> arena_;

@@ -218,7 +218,7 @@ class World:
         try:
             return pickle.loads(m.conn.recv_bytes())
         except (EOFError, OSError):
-            m.process.join(5)
+            m.process.join(30)  # on a busy machine its exit code may come seconds later
             code = m.process.exitcode
             name = signal.Signals(-code).name if code is not None and code < 0 else f"code {code}"
             return "gone", f"the process ended with {name}"

@@ -187,9 +187,8 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
       group_(std::move(options), std::move(engine), mailbox_),
       timeout_(group_.options.timeout.count()),
       runner_(group_),
-      queue_(group_, runner_, diagnosis_, questions_, localRanks(*group_.engine, mailbox_.group())),
-      diagnosis_(group_, runner_, queue_, questions_),
-      questions_(group_, *this, queue_) {}
+      queue_(group_, runner_, diagnosis_, localRanks(*group_.engine, mailbox_.group())),
+      diagnosis_(*this, group_, runner_, queue_) {}
 
 Communicator::~Communicator() {
   try {
@@ -218,7 +217,7 @@ OpPtr Communicator::endAtOnce(std::shared_ptr<Op> op, const Operation& operation
 
 OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive,
                             bool willWait, Milliseconds timeout) {
-  questions_.noteCaller();
+  diagnosis_.noteCaller();
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineOf(*op, timeout);
   if (group_.membership.isOver(runner_.begun())) {
@@ -253,7 +252,7 @@ OpPtr Communicator::submitComposite(OpKind kind, Composite composite,
 
 std::shared_ptr<CollectiveOp> Communicator::submitExternal(const Signature& signature,
                                                            Milliseconds timeout) {
-  questions_.noteCaller();
+  diagnosis_.noteCaller();
   auto op = std::allocate_shared<CollectiveOp>(Recycler<CollectiveOp>(), signature);
   op->external.emplace();
   op->deadline = deadlineOf(*op, timeout);
@@ -327,7 +326,7 @@ std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message&
 
 OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive,
                          bool willWait, Milliseconds timeout) {
-  questions_.noteCaller();
+  diagnosis_.noteCaller();
   Signature signature = signatureOf(kind);
   signature.dtype = message.dtype;
   signature.opaqueType = message.opaqueType;
@@ -414,9 +413,8 @@ bool Communicator::watchExternal() {
 // ---- the end -----------------------------------------------------------------------------------
 
 void Communicator::abort(const std::string& reason) {
-  fail(Status(Code::kAborted, "mycoll group '" + group_.options.name +
-                                  "': the group was aborted on " +
-                                  describeRank(group_.options.rank) + ": " + reason));
+  fail(group_.error(Code::kAborted,
+                    "the group was aborted on " + describeRank(rank()) + ": " + reason));
   queue_.run(0);
 }
 
@@ -426,9 +424,9 @@ bool Communicator::isBusy(Deadline unsent) {
 }
 
 Status Communicator::destroyed() const {
-  return Status(Code::kAborted, "mycoll group '" + group_.options.name +
-                                    "': the group has been destroyed on this rank; nothing more "
-                                    "can be called on it");
+  return group_.error(
+      Code::kAborted,
+      "the group has been destroyed on this rank; nothing more can be called on it");
 }
 
 void Communicator::close(Deadline deadline, const std::string& reason, bool* isInterrupted) {
@@ -494,7 +492,7 @@ void Communicator::endLeaving() {
 void Communicator::handle(const Event& event) {
   if (group_.handle(event)) return;
   const ControlFrame& frame = std::get<ControlFrame>(event);
-  questions_.onMessage(frame.header.source, frame.header.kind, frame.payload);
+  diagnosis_.onMessage(frame.header.source, frame.header.kind, frame.payload);
 }
 
 }  // namespace mycoll

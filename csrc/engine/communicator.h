@@ -3,13 +3,13 @@
 // parts owns one thing:
 //
 //   mailbox     messages: posted requests, arrived messages         [I/O lock]
-//   tree        along which ranks notices travel
-//   membership  which ranks are here, have left or are lost; cause  [I/O lock]
-//   agreement   that all ranks make the same calls, by messages     [I/O lock]
+//   group       what the other parts share; in it:
+//     tree        along which ranks notices travel
+//     membership  which ranks are here, have left or are lost; cause  [I/O lock]
+//     agreement   that all ranks make the same calls, by messages     [I/O lock]
 //   queue       calls in order, and the threads that run them       [run lock, queue lock]
 //   runner      how a collective is executed                        [the queue's run lock]
-//   diagnosis   deadlines, missing ranks, their descriptions
-//   questions   why a rank is missing; deadlocks                    [a leaf]
+//   diagnosis   deadlines; missing ranks, and why; deadlocks        [a leaf]
 //
 // Thread contract: every public function may be called from any thread. Concurrent calls of several
 // threads on one group run in an unspecified order, which other ranks cannot match: avoid them. No
@@ -35,7 +35,6 @@
 #include "engine/diagnosis.h"
 #include "engine/group.h"
 #include "engine/op.h"
-#include "engine/questions.h"
 #include "engine/queue.h"
 #include "engine/runner.h"
 #include "engine/store.h"
@@ -166,7 +165,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // finishes the record when it detects the end of the message.
   OpRecord recordMessage(Operation message, uint32_t site);
   // Threads that have not called this group so far may make the call that others wait for.
-  void noteOtherCallers() { questions_.noteOtherCallers(); }
+  void noteOtherCallers() { diagnosis_.noteOtherCallers(); }
 
   // ---- the end
   // Not ok once the group is dead: the first cause.
@@ -199,7 +198,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   const Membership& membership() const { return group_.membership; }
   Queue& queue() { return queue_; }
   Diagnosis& diagnosis() { return diagnosis_; }
-  Questions& questions() { return questions_; }
 
  private:
   Communicator(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
@@ -230,7 +228,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   Runner runner_;
   Queue queue_;
   Diagnosis diagnosis_;
-  Questions questions_;
 
   std::atomic<uint64_t> messages_{0};
   // Sends that are not done; shared with them, as they may outlive the group.

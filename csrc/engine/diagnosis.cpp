@@ -1,18 +1,24 @@
 #include "engine/diagnosis.h"
 
 #include <algorithm>
-#include <optional>
+#include <cinttypes>
+#include <cstdio>
+#include <iterator>
+#include <sstream>
+#include <thread>
 
+#include "base/hash.h"
 #include "base/log.h"
+#include "base/sanitize.h"
 #include "base/text.h"
 #include "base/topology.h"
 #include "base/wait.h"
+#include "engine/communicator.h"
 #include "engine/engine.h"
-#include "engine/group.h"
-#include "engine/questions.h"
 #include "engine/queue.h"
 #include "engine/runner.h"
 #include "observe/trace_file.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -31,6 +37,14 @@ constexpr auto kLeftGrace = Milliseconds(500);
 constexpr size_t kMostDescribed = 16;
 // In a monitored barrier the other ranks wait this much longer than rank 0, which reports first.
 constexpr auto kRootGrace = Milliseconds(1000);
+
+// Of questions.
+constexpr size_t kMaxQuestion = 12 * 1024;  // below kMaxControlBytes
+constexpr size_t kMaxAnswer = 1024;
+constexpr size_t kMaxIncoming = 1024;
+constexpr size_t kMaxPassedOn = 256;
+constexpr size_t kMaxAsked = 64;  // ranks per question
+constexpr int kLooks = 20;        // attempts to inspect a queue that a thread runs
 
 std::string traceHint() {
   const std::string command = TraceFile::command();
@@ -86,10 +100,75 @@ Cause causeOf(const CollectiveOp& op, const std::vector<int>& ranks) {
   return fields;
 }
 
+std::string seconds(Clock::duration time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", std::chrono::duration<double>(time).count());
+  return text;
+}
+
+// The same number on all ranks that find this cycle.
+uint64_t incidentOf(const std::string& way) { return fnv1a(way) | 1; }
+
+std::string oneLine(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+std::vector<std::string> splitLines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+// The processes on the way of a question, in order: "uid:wait;uid:wait;".
+std::vector<std::pair<std::string, uint64_t>> decodeWay(const std::string& text) {
+  std::vector<std::pair<std::string, uint64_t>> way;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ';');) {
+    const size_t colon = part.find(':');
+    if (colon == part.npos) return {};
+    way.emplace_back(part.substr(0, colon), std::strtoull(part.c_str() + colon + 1, nullptr, 16));
+  }
+  return way;
+}
+
+std::string encodeStep(const std::string& uid, uint64_t wait) {
+  char number[32];
+  std::snprintf(number, sizeof(number), ":%" PRIx64 ";", wait);
+  return uid + number;
+}
+
 }  // namespace
 
-Diagnosis::Diagnosis(Group& group, Runner& runner, Queue& queue, Questions& questions)
-    : group_(group), runner_(runner), queue_(queue), questions_(questions) {}
+// Encoded with one field per line: round, 'c' or 'm', number, way, then one line for each wait.
+struct Diagnosis::Question {
+  uint32_t round = 0;
+  bool isMessage = false;  // it is about a send or a receive; else the collective `number`
+  uint64_t number = 0;
+  std::string way;
+  std::vector<std::string> waits;
+
+  std::string encode() const {
+    std::string text = std::to_string(round) + "\n" + (isMessage ? "m" : "c") + "\n" +
+                       std::to_string(number) + "\n" + way + "\n";
+    for (const std::string& line : waits) text += line + "\n";
+    return text;
+  }
+  static bool decode(const std::string& text, Question* question) {
+    std::vector<std::string> lines = splitLines(text);
+    if (lines.size() < 5) return false;
+    question->round = static_cast<uint32_t>(std::strtoul(lines[0].c_str(), nullptr, 10));
+    question->isMessage = lines[1] == "m";
+    question->number = std::strtoull(lines[2].c_str(), nullptr, 10);
+    question->way = lines[3];
+    question->waits.assign(lines.begin() + 4, lines.end());
+    return true;
+  }
+};
+
+Diagnosis::Diagnosis(Communicator& self, Group& group, Runner& runner, Queue& queue)
+    : self_(self), group_(group), runner_(runner), queue_(queue) {}
 
 // ---- texts -------------------------------------------------------------------------------------
 
@@ -110,19 +189,35 @@ Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
   return cause.withMessage(cause.message() + here + traceHint());
 }
 
-// "rank 2 (node1:4712), which is stopped": the ranks with what this process can detect of their
-// state. If they are many, only their numbers.
-std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
+std::string Diagnosis::lastAnswer(int rank) const {
+  MutexLock lock(mutex_);
+  const auto answer = answers_.find(rank);
+  if (answer == answers_.end()) return "";
+  return " (" + seconds(Clock::now() - answer->second.when) +
+         " ago it answered: " + answer->second.text + ")";
+}
+
+// In errors that programs look for, as in gloo.
+std::string Diagnosis::rankPrefix() const {
+  return "[Rank " + std::to_string(group_.options.rank) + "]: ";
+}
+
+// What this process knows of the rank: ", which is stopped (0.4 s ago it answered: ...)".
+std::string Diagnosis::stateOf(int rank) const {
+  // The last answer of a rank that has left is of no use.
+  if (group_.membership.departureOf(rank) == Departure::kLeft) return "";
+  const PeerAddress& peer = group_.mailbox.group().peers[rank];
+  Mesh& mesh = *group_.engine->mesh();
+  return (mesh.isVisible(peer) ? describe(mesh.lookAt(peer)) : "") + lastAnswer(rank);
+}
+
+// "rank 2 (node1:4712), rank 3 (node1:4713)". If the ranks are many, only their numbers.
+std::string Diagnosis::listRanks(const std::vector<int>& ranks, bool withStates) const {
   if (ranks.size() > kMostDescribed) return "ranks " + listNumbers(ranks);
   std::string text;
-  for (int rank : ranks) {
+  for (const int rank : ranks) {
     text += (text.empty() ? "" : ", ") + group_.mailbox.describeRank(rank);
-    // The last answer of a rank that has left is of no use.
-    if (group_.membership.departureOf(rank) == Departure::kLeft) continue;
-    const PeerAddress& peer = group_.mailbox.group().peers[rank];
-    Mesh& mesh = *group_.engine->mesh();
-    if (mesh.isVisible(peer)) text += describe(mesh.lookAt(peer));
-    text += questions_.lastAnswer(rank);
+    if (withStates) text += stateOf(rank);
   }
   return text;
 }
@@ -142,9 +237,7 @@ std::string Diagnosis::listArrived(const std::vector<int>& missing,
 Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing,
                                 const std::vector<int>& behind) const {
   const auto waited = std::to_string(millisecondsSince(op.submitted));
-  // All errors of a group have this prefix.
-  std::string text = "mycoll group '" + group_.options.name + "': [Rank " +
-                     std::to_string(group_.options.rank) + "]: ";
+  std::string text = rankPrefix();
   const std::string call = numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
     // Worded as in gloo: users search for it.
@@ -162,18 +255,18 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
   const auto patience =
       std::chrono::duration_cast<Milliseconds>(op.deadline.when() - op.submitted).count();
   text += " Timed out waiting " + std::to_string(patience) + "ms for ";
-  if (missing.empty()) return Status(Code::kTimeout, text + "its end.", causeOf(op, missing));
+  if (missing.empty()) return group_.error(Code::kTimeout, text + "its end.", causeOf(op, missing));
   text += listRanks(missing) + ".\n  Arrived: " + listArrived(missing, behind) + ".";
-  return Status(Code::kTimeout, text, causeOf(op, missing));
+  return group_.error(Code::kTimeout, text, causeOf(op, missing));
 }
 
 Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const {
-  std::string text = "mycoll group '" + group_.options.name + "': Connection closed by peer: ";
+  std::string text = "Connection closed by peer: ";
   for (int rank : gone) text += group_.membership.describeDeparture(rank) + "; ";
   text += "this rank (" + std::to_string(group_.options.rank) + ") still waits for " +
           (gone.size() == 1 ? "it" : "them") + " in " + op.describe() + " " + numberOf(op) +
           ".\n  Every rank must make the same calls before it destroys the group or ends.";
-  return Status(Code::kPeerLost, text, causeOf(op, gone));
+  return group_.error(Code::kPeerLost, text, causeOf(op, gone));
 }
 
 // ---- checks ------------------------------------------------------------------------------------
@@ -194,12 +287,12 @@ void Diagnosis::checkHealth() {
     const bool isWorthAsking = !missing.empty();
     check(op, missing);
     if (!isWorthAsking || group_.membership.hasFailed()) return;
-    if (!questions_.isTimeToAsk(op, op.waitsSince())) return;
-    block = questions_.blockOf(op, std::move(missing));
+    if (!isTimeToAsk(op, op.waitsSince())) return;
+    block = blockOf(op, std::move(missing));
     rounds = op.rounds;
   });
   group_.membership.spread();
-  if (block) questions_.ask(*block, rounds);
+  if (block) ask(*block, rounds);
 }
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
@@ -243,20 +336,19 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
 void Diagnosis::checkMessage(MessageOp& op) {
   if (op.done() || group_.membership.lookIntoArena()) return;
   if (!op.deadline.expired()) {
-    if (!questions_.isTimeToAsk(op, op.submitted)) return;
-    if (const auto block = questions_.blockOf(op)) questions_.ask(*block, op.rounds);
+    if (!isTimeToAsk(op, op.submitted)) return;
+    if (const auto block = blockOf(op)) ask(*block, op.rounds);
     return;
   }
   const bool isAnyone = op.rank == kFromAnyone;
   Cause fields;
   fields.rank = isAnyone ? -1 : op.rank;
-  group_.membership.fail(Status(
+  group_.membership.fail(group_.error(
       Code::kTimeout,
-      "mycoll group '" + group_.options.name + "': [Rank " + std::to_string(group_.options.rank) +
-          "]: " + op.describe(isAnyone ? "any rank" : group_.mailbox.describeRank(op.rank)) +
+      rankPrefix() + op.describe(isAnyone ? "any rank" : group_.mailbox.describeRank(op.rank)) +
           " timed out after " + std::to_string(millisecondsSince(op.submitted)) +
           " ms. Timed out waiting for the other side, which never came" +
-          (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
+          (isAnyone ? "" : lastAnswer(op.rank)) + ".",
       fields));
 }
 
@@ -268,6 +360,256 @@ void Diagnosis::checkFutures() {
     if (!late && op.isAwaited() && op.deadline.expired()) late = op.self;
   });
   if (late) checkMessage(*late);
+}
+
+// ---- from which thread the group is called -----------------------------------------------------
+
+void Diagnosis::noteCaller() {
+  if (caller_.note()) group_.engine->caller().note();
+}
+
+void Diagnosis::enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op,
+                      Clock::time_point since) {
+  entry->emplace(group_.engine->waits(), Wait{threadNumber(), self_.weak_from_this(), op, since});
+}
+
+// The thread that should make this group's next call.
+uint64_t Diagnosis::callingThread() const {
+  return caller_.thread() == 0 ? creator_ : caller_.thread();
+}
+
+// ---- what this rank is doing -------------------------------------------------------------------
+
+uint64_t Diagnosis::identityOf(bool isMessage, uint64_t number) const {
+  uint64_t mixed = (number * 2 + (isMessage ? 1 : 0) + 1) * 0x9e3779b97f4a7c15ULL;
+  return group_.mailbox.group().context ^ mixed ^ (mixed >> 29);
+}
+
+std::optional<Diagnosis::Block> Diagnosis::blockedHead() {
+  std::optional<Block> block;
+  for (int look = 0; look < kLooks && !queue_.isEmpty(); ++look, std::this_thread::yield()) {
+    const bool isSeen = queue_.inspectHead([&](CollectiveOp& op, std::vector<int> missing) {
+      block = blockOf(op, std::move(missing));
+    });
+    if (isSeen) break;  // else another thread runs the queue
+  }
+  return block;
+}
+
+Diagnosis::Block Diagnosis::blockBy(const Op& op, const std::string& call, Clock::time_point since,
+                                    std::vector<int> ranks) {
+  const std::string text =
+      call + " of group '" + group_.options.name + "', for " + seconds(Clock::now() - since);
+  return {self_.shared_from_this(),
+          identityOf(op.isMessage(), op.sequence()),
+          text,
+          op.isMessage(),
+          op.sequence(),
+          std::move(ranks)};
+}
+
+std::optional<Diagnosis::Block> Diagnosis::blockOf(const CollectiveOp& op,
+                                                   std::vector<int> missing) {
+  if (missing.empty()) return std::nullopt;
+  Block block = blockBy(op, op.describe() + " (call #" + std::to_string(op.sequence()) + ")",
+                        op.waitsSince(), std::move(missing));
+  block.text += ", waits for " + listRanks(block.ranks, /*withStates=*/false);
+  return block;
+}
+
+std::optional<Diagnosis::Block> Diagnosis::blockOf(MessageOp& op) {
+  if (op.done() || op.rank == kFromAnyone || !group_.mailbox.isUnmatched(op)) return std::nullopt;
+  return blockBy(op, op.describe() + ",", op.submitted, {op.rank});
+}
+
+// Explains why this rank has not made the call or sent the message in question and, if it is
+// blocked, what blocks it.
+std::string Diagnosis::explain(const Question& question, std::optional<Block>* block) {
+  const Queue::Position position = queue_.position();
+  std::string before = "it has made no call yet";
+  if (position.last) {
+    before = std::string("the last call that it finished is ") + name(position.last->kind) +
+             " (call #" + std::to_string(position.last->sequence) + ", made " +
+             seconds(Clock::now() - position.last->submitted) + " ago)";
+  }
+  if (question.isMessage || position.submitted <= question.number) {
+    return before + explainMissingCall(block);
+  }
+  if (!position.head || *position.head > question.number) return before;
+  const std::optional<Block> own = blockedHead();
+  if (*position.head == question.number) {
+    return "it is in the same call, and " + before +
+           (own ? "; it waits for " + listRanks(own->ranks, /*withStates=*/false) : "");
+  }
+  *block = own;
+  return before + (own ? "; before this call it is in " + own->text : "");
+}
+
+// The call was not made: explains what the thread that should make it is doing.
+std::string Diagnosis::explainMissingCall(std::optional<Block>* block) {
+  if (group_.options.mayBeCalled && group_.options.mayBeCalled()) {
+    return "; its program has other threads, or callbacks that are still to run";
+  }
+  const Caller& caller = caller_.thread() == 0 ? group_.engine->caller() : caller_;
+  if (caller.isMany()) return "; it is called from several threads";
+  const std::optional<Wait> wait = group_.engine->waits().of(callingThread());
+  if (!wait) return "; since then its program has been in no call of mycoll";
+  const std::shared_ptr<Communicator> other = wait->group.lock();
+  if (!other || wait->op->done()) return "";
+  Diagnosis& theirs = other->diagnosis();
+  *block = wait->op->isMessage() ? theirs.blockOf(static_cast<MessageOp&>(*wait->op))
+                                 : theirs.blockedHead();
+  return *block ? "; now it is in " + (*block)->text : "";
+}
+
+// ---- asking ------------------------------------------------------------------------------------
+
+bool Diagnosis::isTimeToAsk(Op& op, Clock::time_point since) {
+  MutexLock lock(mutex_);  // two threads may wait for one op
+  constexpr Milliseconds kPauses[] = {Milliseconds(1000), Milliseconds(500), Milliseconds(500),
+                                      Milliseconds(1000), Milliseconds(2000)};
+  const auto now = Clock::now();
+  if (op.asked == Clock::time_point{}) op.asked = since;
+  const bool isFirst = op.rounds == 0;
+  const Milliseconds pause =
+      op.rounds < std::size(kPauses) ? kPauses[op.rounds] : Milliseconds(5000);
+  // Ask once more before the deadline, so that the answers in the error are fresh.
+  const bool isLast = !op.deadline.isNever() &&
+                      now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
+                      op.deadline.when() - now < Milliseconds(250);
+  if (now - op.asked < pause && !isLast) return false;
+  op.asked = now;
+  ++op.rounds;
+  return true;
+}
+
+void Diagnosis::ask(const Block& block, uint32_t round) {
+  Question question;
+  question.round = round;
+  passOn(question, block);
+}
+
+void Diagnosis::passOn(Question question, const Block& block) {
+  question.isMessage = block.isMessage;
+  question.number = block.number;
+  question.way += encodeStep(group_.engine->mesh()->address().uid, block.identity);
+  Mailbox& mailbox = block.group->mailbox();
+  question.waits.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
+  const std::string text = question.encode();
+  if (text.size() > kMaxQuestion) return;
+  for (size_t i = 0; i < std::min(block.ranks.size(), kMaxAsked); ++i) {
+    mailbox.notify(block.ranks[i], FrameKind::kQuestion, text, fnv1a(question.way));
+  }
+}
+
+// ---- receiving ---------------------------------------------------------------------------------
+
+void Diagnosis::onMessage(int source, FrameKind kind, const std::string& payload) {
+  {
+    MutexLock lock(mutex_);
+    if (incoming_.size() >= kMaxIncoming) return;
+    incoming_.push_back({source, kind, payload});
+  }
+  group_.engine->messageCame();
+}
+
+void Diagnosis::handleMessages() {
+  std::vector<Incoming> incoming;
+  {
+    MutexLock lock(mutex_);
+    incoming.swap(incoming_);
+  }
+  for (Incoming& message : incoming) {
+    if (message.kind == FrameKind::kQuestion) {
+      onQuestion(message.source, message.payload);
+    } else if (message.kind == FrameKind::kDeadlock) {
+      onDeadlock(message.payload);
+    } else {
+      MutexLock lock(mutex_);
+      answers_[message.source] = {sanitized(oneLine(message.payload)), Clock::now()};
+    }
+  }
+}
+
+void Diagnosis::onQuestion(int source, const std::string& text) {
+  Question question;
+  if (!Question::decode(text, &question)) return;
+  std::optional<Block> block;
+  const std::string answer = explain(question, &block);
+  group_.mailbox.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
+  const auto way = decodeWay(question.way);
+  if (!block || way.empty()) return;
+  const std::string& self = group_.engine->mesh()->address().uid;
+  if (way.front().first == self) {
+    if (way.front().second == block->identity) onCycle(question, *block);
+    return;
+  }
+  // This cycle does not contain the sender of the question: its members find it themselves.
+  if (question.way.find(self + ":") != question.way.npos) return;
+  {
+    const std::string key = encodeStep(way.front().first, way.front().second) +
+                            std::to_string(question.round) + encodeStep("", block->identity);
+    MutexLock lock(mutex_);
+    if (std::find(passedOn_.begin(), passedOn_.end(), key) != passedOn_.end()) return;
+    passedOn_.push_back(key);
+    if (passedOn_.size() > kMaxPassedOn) passedOn_.pop_front();
+  }
+  passOn(std::move(question), *block);
+}
+
+// Whether an earlier round of questions found the same cycle.
+bool Diagnosis::wasSeenBefore(const Question& question) {
+  MutexLock lock(mutex_);
+  if (cycle_.first == question.way && cycle_.second < question.round) return true;
+  cycle_ = {question.way, question.round};
+  return false;
+}
+
+void Diagnosis::onCycle(const Question& question, const Block& block) {
+  if (!block.group->diagnosis().wasSeenBefore(question)) return;
+  std::string text = question.waits.size() == 1
+                         ? "mycoll: DEADLOCK: this rank waits for a message of its own"
+                         : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
+                           "call, and none can go on";
+  for (const std::string& line : question.waits) text += "\n  " + line;
+  if (question.waits.size() > 1) {
+    text +=
+        "\n  Ranks that share groups must call their operations in the same order; an operation "
+        "with async_op=True holds up nothing until it is waited for.";
+  }
+  onDeadlock(question.way + "\n" + text);
+}
+
+// Fails the group of this process's wait that is part of the cycle, and notifies the next process.
+void Diagnosis::onDeadlock(const std::string& payload) {
+  const size_t end = payload.find('\n');
+  if (end == payload.npos) return;
+  const std::string cycle = payload.substr(0, end);
+  const auto way = decodeWay(cycle);
+  const std::string& self = group_.engine->mesh()->address().uid;
+  for (size_t i = 0; i < way.size(); ++i) {
+    if (way[i].first != self) continue;
+    for (const std::shared_ptr<Communicator>& group : group_.engine->groups()) {
+      if (!group->diagnosis().isWaitingIn(way[i].second)) continue;
+      const auto& peers = group->mailbox().group().peers;
+      for (size_t rank = 0; i + 1 < way.size() && rank < peers.size(); ++rank) {
+        if (peers[rank].uid != way[i + 1].first) continue;
+        group->mailbox().notify(static_cast<int>(rank), FrameKind::kDeadlock, payload);
+      }
+      Cause fields;
+      fields.incident = incidentOf(cycle);
+      group->membership().fail(Status(Code::kDeadlock, sanitized(payload.substr(end + 1)), fields));
+      return;
+    }
+  }
+}
+
+bool Diagnosis::isWaitingIn(uint64_t identity) {
+  if (group_.membership.hasFailed()) return false;
+  if (const auto block = blockedHead(); block && block->identity == identity) return true;
+  const std::optional<Wait> wait = group_.engine->waits().of(callingThread());
+  return wait && wait->group.lock().get() == &self_ && !wait->op->done() &&
+         identityOf(true, wait->op->sequence()) == identity;
 }
 
 }  // namespace mycoll

@@ -184,7 +184,7 @@ std::vector<std::shared_ptr<Communicator>> Engine::Progress::alive() {
 void Engine::Progress::hear() {
   if (messages.load(std::memory_order_relaxed) == 0) return;
   messages.exchange(0, std::memory_order_acquire);
-  for (auto& group : alive()) group->questions().handleMessages();
+  for (auto& group : alive()) group->diagnosis().handleMessages();
 }
 
 // True if anything moved. *isNeeded: there is work that no other thread will do. *advanced: a queue

@@ -69,7 +69,7 @@ class Engine {
   };
   // By the rank in the job.
   std::map<int64_t, Loss> losses();
-  // A group has received a message for its Questions (questions.h). [I/O lock]
+  // A group has received a message for Diagnosis::handleMessages(). [I/O lock]
   void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
   // Lets the groups handle these messages. For a thread that has waited a while.
   void hear() { progress_->hear(); }

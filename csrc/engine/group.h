@@ -65,6 +65,11 @@ struct Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  // The text begins with the group's name.
+  Status error(Code code, const std::string& text, const Cause& cause = {}) const {
+    return Status(code, "mycoll group '" + options.name + "': " + text, cause);
+  }
+
   // Applies an event of the mailbox. Returns false for a control frame of another part.
   bool handle(const Event& event) REQUIRES(ioRole);
 

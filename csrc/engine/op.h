@@ -82,7 +82,7 @@ class Op {
   std::atomic<bool> hasCallbacks_{false};
 
  public:
-  // When, and how often, this rank asked the ranks that it waits for; guarded by Questions.
+  // When, and how often, this rank asked the ranks that it waits for; guarded by Diagnosis.
   std::chrono::steady_clock::time_point asked;
   uint32_t rounds = 0;
 };

@@ -8,7 +8,6 @@
 #include "engine/diagnosis.h"
 #include "engine/engine.h"
 #include "engine/group.h"
-#include "engine/questions.h"
 #include "engine/runner.h"
 #include "observe/trace_file.h"
 
@@ -21,12 +20,10 @@ constexpr int kSpinBatch = 64;
 
 }  // namespace
 
-Queue::Queue(Group& group, Runner& runner, Diagnosis& diagnosis, Questions& questions,
-             int localRanks)
+Queue::Queue(Group& group, Runner& runner, Diagnosis& diagnosis, int localRanks)
     : group_(group),
       runner_(runner),
       diagnosis_(diagnosis),
-      questions_(questions),
       spinPolicy_(choose(localRanks)),
       contention_(spinPolicy_.longYields) {}
 
@@ -236,7 +233,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;
       // Only a wait without a deadline blocks its thread: one that polls is not stuck.
-      if (!entry && deadline.isNever()) questions_.enter(&entry, op, began);
+      if (!entry && deadline.isNever()) diagnosis_.enter(&entry, op, began);
       lookAround(*op);
       if (op->done()) break;
       // Both calls may wait for the interpreter, which another thread may hold for long: meanwhile
@@ -252,10 +249,10 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (isInterrupted) return interrupted();
   if (op->done()) return outcomeOf(*op);
   const auto waited = std::chrono::ceil<std::chrono::milliseconds>(deadline.when() - began);
-  return Status(Code::kTimeout, "mycoll group '" + group_.options.name + "': wait() for " +
-                                    name(op->kind()) + " timed out: Timed out waiting " +
-                                    std::to_string(waited.count()) +
-                                    "ms; the operation is still running");
+  return group_.error(Code::kTimeout, std::string("wait() for ") + name(op->kind()) +
+                                          " timed out: Timed out waiting " +
+                                          std::to_string(waited.count()) +
+                                          "ms; the operation is still running");
 }
 
 // Called by a waiting thread every kWaitTick.

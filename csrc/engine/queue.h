@@ -29,14 +29,13 @@
 namespace mycoll {
 
 class Diagnosis;
-class Questions;
 class Runner;
 struct Group;
 
 class Queue {
  public:
   // localRanks: those of this host, which compete for its cores.
-  Queue(Group& group, Runner& runner, Diagnosis& diagnosis, Questions& questions, int localRanks);
+  Queue(Group& group, Runner& runner, Diagnosis& diagnosis, int localRanks);
 
   // Numbers the op, records it and queues it. True if nothing is ahead of it.
   bool push(std::shared_ptr<CollectiveOp> op);
@@ -87,7 +86,6 @@ class Queue {
   Group& group_;
   Runner& runner_;
   Diagnosis& diagnosis_;
-  Questions& questions_;
   const SpinPolicy spinPolicy_;
   CoreContention contention_;
 

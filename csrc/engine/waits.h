@@ -31,16 +31,6 @@ struct Wait {
   std::chrono::steady_clock::time_point since;
 };
 
-// A wait that cannot end before other ranks make a call.
-struct Block {
-  std::shared_ptr<Communicator> group;
-  uint64_t identity = 0;  // of the awaited operation; different for any other
-  std::string text;       // "all_reduce ... (call #3) of group 'x', for 2.1 s, waits for rank 1"
-  bool isMessage = false;
-  uint64_t number = 0;
-  std::vector<int> ranks;  // of the group: all of them must make the call
-};
-
 class WaitBoard {
  public:
   // Registers a wait for its own lifetime. Only for long waits that only their op can end: a thread

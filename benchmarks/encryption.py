@@ -147,8 +147,8 @@ def main() -> None:
         for kind in ratios:
             pairs = zip(found[kind], found["encrypted"], strict=True)
             each = [job[row] / encrypted[row] for job, encrypted in pairs if job and encrypted]
-            low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else (0, 0, 0)
-            cells.append(f"{middle:.2f} [{low:.2f} {high:.2f}]")
+            low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else [0.0] * 3
+            cells.append(f"{middle:.2f} [{low:.2f} {high:.2f}]" if high else "")
         print(f"| {row} | {' | '.join(cells)} |")
 
 

@@ -20,7 +20,8 @@ namespace {
 
 constexpr char kIdentity[] = "mycoll tls 1.3 psk v1";
 constexpr const char* kAes = "TLS_AES_128_GCM_SHA256";
-constexpr const char* kChaCha = "TLS_CHACHA20_POLY1305_SHA256";
+constexpr const char* kAesFirst = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
+constexpr const char* kChaChaFirst = "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
 // The largest content of a record.
 constexpr size_t kRecordBytes = 16 * 1024;
 // So much is encrypted before it is sent, and read at once.
@@ -59,12 +60,10 @@ Status Tls::begin() {
   library.ERR_clear_error();
   context_ = library.SSL_CTX_new(library.TLS_method());
   if (!context_) throw std::bad_alloc();
-  const std::string ciphers = std::string(kAes) + ":" + kChaCha;
-  const std::string portable = std::string(kChaCha) + ":" + kAes;
+  const char* const ciphers = hasAesInstructions() ? kAesFirst : kChaChaFirst;
   if (library.SSL_CTX_ctrl(context_, openssl::kSetMinVersion, openssl::kTls13, nullptr) != 1 ||
       library.SSL_CTX_ctrl(context_, openssl::kSetMaxVersion, openssl::kTls13, nullptr) != 1 ||
-      library.SSL_CTX_set_ciphersuites(context_,
-                                       (hasAesInstructions() ? ciphers : portable).c_str()) != 1 ||
+      library.SSL_CTX_set_ciphersuites(context_, ciphers) != 1 ||
       library.SSL_CTX_set_num_tickets(context_, 0) != 1) {
     return failure("OpenSSL refuses TLS 1.3 on this host");
   }
@@ -187,7 +186,8 @@ TlsSocket::TlsSocket(std::shared_ptr<const Tls> tls, int socket, bool isConnecto
   } else {
     library_.SSL_set_accept_state(ssl_);
     // OpenSSL refuses a key without one.
-    library_.SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>(kIdentity), 6);
+    library_.SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>(kIdentity),
+                                        sizeof(kIdentity) - 1);
   }
 }
 

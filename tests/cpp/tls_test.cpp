@@ -274,6 +274,25 @@ TEST(Tls, recordsOfAnotherPlaceAreRefused) {
   EXPECT(now.end[1]->shakeHands() == TlsSocket::State::kFailed);
 }
 
+TEST(Tls, theKeyIsChangedNowAndThen) {
+  Line line;
+  ASSERT_OK(Tls::make(kSecret, &line.tls[0], /*recordsPerKey=*/10));
+  line.end[0] =
+      std::make_unique<TlsSocket>(line.tls[0], line.socket[0].get(), /*isConnector=*/true);
+  line.shakeHands();
+  size_t usual = 0, changes = 0;
+  for (int i = 1; i <= 100; ++i) {
+    const std::string record = line.sealed("word");
+    if (i == 1) usual = record.size();
+    changes += record.size() > usual;  // the message that changes the key comes before it
+    line.give(1, record);
+    std::string got;
+    ASSERT(line.read(1, &got) == 4);
+    ASSERT(got == "word");
+  }
+  EXPECT_EQ(changes, size_t{10});
+}
+
 TEST(Tls, theEndOfTheStreamIsReported) {
   Line line;
   line.shakeHands();

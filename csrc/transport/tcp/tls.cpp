@@ -27,8 +27,6 @@ constexpr size_t kRecordBytes = 16 * 1024;
 // So much is encrypted before it is sent, and read at once.
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
 constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
-// AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
-constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
 
 bool hasAesInstructions() {
 #if defined(__x86_64__)
@@ -92,8 +90,10 @@ Status Tls::fromEnv(std::shared_ptr<const Tls>* result) {
   return make(secret, result);
 }
 
-Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result) {
+Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
+                 uint64_t recordsPerKey) {
   std::shared_ptr<Tls> tls(new Tls);
+  tls->recordsPerKey_ = recordsPerKey;
   MYCOLL_RETURN_IF_ERROR(tls->begin());
   const Digest key = hmacSha256(secret, kIdentity);
   static_assert(std::tuple_size_v<Digest> == kKeyBytes);
@@ -258,7 +258,7 @@ ssize_t TlsSocket::write(const Span* parts, int count) {
       }
       content = gathered_.get();
     }
-    if (++records_ == kRecordsPerKey) {
+    if (++records_ == tls_->recordsPerKey_) {
       records_ = 0;
       library_.SSL_key_update(ssl_, openssl::kKeyUpdateNotRequested);
     }

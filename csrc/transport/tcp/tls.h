@@ -29,8 +29,12 @@ class Tls {
  public:
   // What the environment asks for; null without encryption.
   static Status fromEnv(std::shared_ptr<const Tls>* result);
-  // Both sides know this secret.
-  static Status make(const std::string& secret, std::shared_ptr<const Tls>* result);
+  // AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
+  static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
+
+  // Both sides know this secret. recordsPerKey: for tests.
+  static Status make(const std::string& secret, std::shared_ptr<const Tls>* result,
+                     uint64_t recordsPerKey = kRecordsPerKey);
   // Each side has a certificate by an authority that the other one trusts.
   static Status make(const TlsFiles& files, std::shared_ptr<const Tls>* result);
   ~Tls();
@@ -54,7 +58,8 @@ class Tls {
 
   const openssl::Library* library_ = nullptr;
   openssl::Context* context_ = nullptr;
-  std::string key_;                                   // empty: certificates
+  std::string key_;  // empty: certificates
+  uint64_t recordsPerKey_ = kRecordsPerKey;
   mutable std::atomic<const char*> cipher_{nullptr};  // of the socket that was opened last
 };
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, attempt
+from mycoll import black_box, status
 from worlds.worker import Ctx
 
 PATTERN = bytes(range(97, 123)) * 4
@@ -140,6 +141,10 @@ def sends_a_pattern(ctx: Ctx, places: list[tuple[int, int]]) -> str:
         ctx.equal(y.unique().tolist(), [3.0])
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     encryption = backend.encryption()
+    seen = black_box.find([os.getpid()])
+    ctx.equal({each.encryption for each in seen[0].groups if each.is_used}, {encryption})
+    text = " ".join(status.as_text(seen).split())  # its lines are folded
+    ctx.equal(f", encrypted: {encryption}" in text, encryption != "")
     dist.destroy_process_group()
     return encryption
 

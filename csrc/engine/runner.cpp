@@ -148,24 +148,29 @@ Task Runner::shareWithHost(const Signature& first) {
 Task Runner::prepare(const Signature& first) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(first));
   isPrepared_ = true;
-  group_.record.setTransport(transport() +
-                             (encryption().empty() ? "" : ", encrypted: " + encryption()));
+  group_.record.setTransport(transport(), encryption());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", group_.options.name.c_str(),
                   group_.options.ranks, transport().c_str());
   co_return Status();
 }
 
+int Runner::localRanks() const {
+  const Mesh& mesh = group_.mailbox.mesh();
+  int local = 0;
+  for (const PeerAddress& peer : group_.mailbox.group().peers) local += mesh.isLocal(peer);
+  return local;
+}
+
 std::string Runner::encryption() const {
   const std::shared_ptr<const Tls>& tls = group_.mailbox.mesh().options().tls;
-  return tls && transport().find("tcp") != std::string::npos ? tls->describe() : "";
+  const bool isEncrypted = tls && group_.options.ranks > 1 && localRanks() < group_.options.ranks;
+  return isEncrypted ? tls->describe() : "";
 }
 
 std::string Runner::transport() const {
   if (group_.options.ranks == 1) return "self";
   if (group_.membership.arena()) return "shm";
-  const Mesh& mesh = group_.mailbox.mesh();
-  int local = 0;
-  for (const PeerAddress& peer : group_.mailbox.group().peers) local += mesh.isLocal(peer);
+  const int local = localRanks();
   if (local == group_.options.ranks) return "shm";
   return local > 1 ? "shm+tcp" : "tcp";
 }

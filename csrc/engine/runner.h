@@ -48,6 +48,8 @@ class Runner final : public CollectiveRunner {
   Task runComposite(const Composite& composite);
   Task awaitExternal(CollectiveOp& op);
   Task prepare(const Signature& first);
+  // The number of ranks, itself included, that this rank may reach through shared memory.
+  int localRanks() const;
   Task shareWithHost(const Signature& first);
   bool mayShareMemory(const std::vector<int>& ranks) const;
   uint64_t nextNumber();

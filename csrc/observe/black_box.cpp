@@ -180,16 +180,16 @@ void BlackBox::describe() {
               MYCOLL_PART(Entry, signature, reduceOp), MYCOLL_PART(Entry, signature, root),
               MYCOLL_PART(Entry, signature, bytes), MYCOLL_PART(Entry, signature, layout)});
   const std::string group =
-      joined({MYCOLL_FIELD(GroupState, phase), MYCOLL_FIELD(GroupState, life),
-              MYCOLL_FIELD(GroupState, capacity), MYCOLL_FIELD(GroupState, rank),
-              MYCOLL_FIELD(GroupState, ranks), MYCOLL_FIELD(GroupState, context),
-              MYCOLL_FIELD(GroupState, isPart), MYCOLL_FIELD(GroupState, submitted),
-              MYCOLL_FIELD(GroupState, finished), MYCOLL_FIELD(GroupState, waitVersion),
-              MYCOLL_FIELD(GroupState, waitCount), MYCOLL_FIELD(GroupState, waitSequence),
-              MYCOLL_FIELD(GroupState, waitRanks), MYCOLL_FIELD(GroupState, globalRanks),
-              MYCOLL_FIELD(GroupState, tallies), MYCOLL_FIELD(GroupState, name),
+      joined({MYCOLL_FIELD(GroupState, phase),       MYCOLL_FIELD(GroupState, life),
+              MYCOLL_FIELD(GroupState, capacity),    MYCOLL_FIELD(GroupState, rank),
+              MYCOLL_FIELD(GroupState, ranks),       MYCOLL_FIELD(GroupState, context),
+              MYCOLL_FIELD(GroupState, isPart),      MYCOLL_FIELD(GroupState, submitted),
+              MYCOLL_FIELD(GroupState, finished),    MYCOLL_FIELD(GroupState, waitVersion),
+              MYCOLL_FIELD(GroupState, waitCount),   MYCOLL_FIELD(GroupState, waitSequence),
+              MYCOLL_FIELD(GroupState, waitRanks),   MYCOLL_FIELD(GroupState, globalRanks),
+              MYCOLL_FIELD(GroupState, tallies),     MYCOLL_FIELD(GroupState, name),
               MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, transport),
-              MYCOLL_FIELD(GroupState, failure)});
+              MYCOLL_FIELD(GroupState, encryption),  MYCOLL_FIELD(GroupState, failure)});
   const std::string box =
       joined({MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, realtimeOffset),
               MYCOLL_FIELD(Box, copied), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, job),

@@ -113,7 +113,8 @@ struct GroupState {
   std::atomic<uint32_t> isPart;
   // Each written once.
   char name[kNameBytes];
-  char transport[64];
+  char transport[16];
+  char encryption[48];  // of bytes between hosts; empty: none
   char description[kNameBytes];
   char failure[kFailureBytes];
 };

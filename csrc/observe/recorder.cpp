@@ -155,8 +155,10 @@ void GroupRecord::waitsFor(uint64_t sequence, const std::vector<int>& ranks) {
   put(state_->waitVersion, version + 2);
 }
 
-void GroupRecord::setTransport(const std::string& name) {
-  if (!isClosed_.load()) copyText(state_->transport, name);
+void GroupRecord::setTransport(const std::string& name, const std::string& encryption) {
+  if (isClosed_.load()) return;
+  copyText(state_->transport, name);
+  copyText(state_->encryption, encryption);
 }
 
 void GroupRecord::describe(const std::string& text) {

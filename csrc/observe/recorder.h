@@ -91,7 +91,7 @@ class GroupRecord {
   }
   // The collective with this number waits for these ranks.
   void waitsFor(uint64_t sequence, const std::vector<int>& ranks);
-  void setTransport(const std::string& name);
+  void setTransport(const std::string& name, const std::string& encryption);
   // A description of the group by its creator. Only the first call has an effect.
   void describe(const std::string& text);
   // See GroupState::isPart.

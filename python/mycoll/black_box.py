@@ -107,6 +107,7 @@ class Group:
     global_ranks: list[int]
     phase: str = "open"  # open, failed, closed
     transport: str = ""
+    encryption: str = ""  # of bytes between hosts, once anything was called
     failure: str = ""
     submitted: int = 0  # collectives called
     finished: int = 0
@@ -119,11 +120,6 @@ class Group:
     def title(self) -> str:
         """torch's name of the group, as errors have it, and what its maker says it is for."""
         return f"{self.name} ({self.description})" if self.description else self.name
-
-    @property
-    def encryption(self) -> str:
-        """How bytes between hosts are encrypted; empty: they are not, or nothing was called."""
-        return self.transport.partition(", encrypted: ")[2]
 
     @property
     def is_used(self) -> bool:
@@ -324,6 +320,7 @@ class _Box:
             submitted=state["submitted"],
             finished=state["finished"],
             counts=self._counts(state["tallies"]),
+            encryption=state.get("encryption", ""),  # older processes have none
             **{name: state[name] for name in alike},
         )
         is_stable = state["waitVersion"] % 2 == 0 and self._is_same(self.groups, "waitVersion", at)

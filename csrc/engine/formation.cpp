@@ -45,7 +45,7 @@ constexpr auto kLookSoon = Milliseconds(10);
 // times the time that the others took.
 constexpr auto kSlow = Milliseconds(1000);
 constexpr int kTimesSlower = 2;
-// The longest time between two rounds.
+// The longest time between two rounds, if there is no store.
 constexpr auto kNextRound = Milliseconds(10'000);
 constexpr auto kForward = Milliseconds(100);
 // The longest wait for the answer of a process whose handle may be stale.
@@ -823,28 +823,33 @@ Status Member::compare(const Roster& roster) const {
                                                      "different orders");
 }
 
-// Follows the latest invitation, if it is newer than the round. If it is to another group, this
-// rank joins only to report that.
+// Joins the latest round that this rank is invited to, if it is later than the current one. If the
+// round is of another group, this rank joins only to report that.
 Status Member::join() {
+  std::optional<InvitationMessage> latest;
+  Roster roster;
+  if (round_) roster.round = round_->roster().round;
   for (const auto& reception : receptions_) {
-    std::optional<InvitationMessage> message = reception->takeRoster();
-    if (!message) continue;
-    Roster roster;
-    MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
-    if (round_ && roster.round <= round_->roster().round) continue;
-    const Status difference = compare(roster);
-    const auto isThis = [this](const PeerAddress& peer) { return peer.uid == mine_.address.uid; };
-    const auto self = std::find_if(roster.peers.begin(), roster.peers.end(), isThis);
-    if (self == roster.peers.end()) return difference;
-    const auto rank = static_cast<int>(self - roster.peers.begin());
-    round_.reset();
-    lostParent_ = {};
-    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*message),
-                                       std::move(roster), news_, &round_,
-                                       /*isToJoin=*/difference.ok()));
-    MYCOLL_RETURN_IF_ERROR(difference);
+    for (InvitationMessage& message : reception->takeRosters()) {
+      Roster next;
+      MYCOLL_RETURN_IF_ERROR(Roster::decode(message.text, &next));
+      if (next.round <= roster.round) continue;
+      roster = std::move(next);
+      latest = std::move(message);
+    }
   }
-  return Status();
+  if (!latest) return Status();
+  const Status difference = compare(roster);
+  const auto isThis = [this](const PeerAddress& peer) { return peer.uid == mine_.address.uid; };
+  const auto self = std::find_if(roster.peers.begin(), roster.peers.end(), isThis);
+  if (self == roster.peers.end()) return difference;
+  const auto rank = static_cast<int>(self - roster.peers.begin());
+  round_.reset();
+  lostParent_ = {};
+  MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*latest),
+                                     std::move(roster), news_, &round_,
+                                     /*isToJoin=*/difference.ok()));
+  return difference;
 }
 
 Status Member::attendRound() {
@@ -859,10 +864,10 @@ Status Member::attendRound() {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
     const int parent = round_->parent();
     const bool isRankZero = parent == 0 && !store_;  // nobody else begins a round
-    const Milliseconds grace = state != Round::Parent::kLost ? kNextRound
-                               : isRankZero                  ? Milliseconds(0)
-                                                             : kAgain;
-    if (Clock::now() - lostParent_ >= grace) {
+    const bool hasLeft = state == Round::Parent::kLeft;
+    const Milliseconds grace = hasLeft ? kNextRound : isRankZero ? Milliseconds(0) : kAgain;
+    // If the parent has left, rank 0 begins another round, or writes its error to the store.
+    if (Clock::now() - lostParent_ >= grace && !(hasLeft && store_)) {
       const PeerAddress& address = round_->roster().peers[parent];
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);

@@ -87,7 +87,7 @@ void Reception::handle(const Event& event) {
   const std::string mac = macOf(mailbox_.group(), message);
   if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
   switch (message.content) {
-    case Content::kRoster: roster_ = std::move(message); break;
+    case Content::kRoster: rosters_.push_back(std::move(message)); break;
     case Content::kError:
       if (message.text.empty()) return;
       error_ = statusFromPeer(message.text[0], message.text.substr(1));
@@ -98,9 +98,9 @@ void Reception::handle(const Event& event) {
   news_.note();
 }
 
-std::optional<InvitationMessage> Reception::takeRoster() {
+std::vector<InvitationMessage> Reception::takeRosters() {
   IoLock lock(mailbox_.ioMutex());
-  return std::exchange(roster_, std::nullopt);
+  return std::exchange(rosters_, {});
 }
 
 Status Reception::error() {

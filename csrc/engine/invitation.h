@@ -14,7 +14,6 @@
 #include <condition_variable>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -69,8 +68,9 @@ class Reception final : public EventHandler {
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
-  // The latest message with a roster, if there is one since the last call.
-  std::optional<InvitationMessage> takeRoster();
+  // The messages with a roster that came since the last call, each sender's in order: another
+  // sender's may be of an earlier round.
+  std::vector<InvitationMessage> takeRosters();
   // Not ok: another rank has sent it.
   Status error();
   // The texts that came since the last call, each sender's in order.
@@ -83,7 +83,7 @@ class Reception final : public EventHandler {
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
-  std::optional<InvitationMessage> roster_ GUARDED_BY(ioRole);
+  std::vector<InvitationMessage> rosters_ GUARDED_BY(ioRole);
   Status error_ GUARDED_BY(ioRole);
   std::vector<std::string> texts_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);

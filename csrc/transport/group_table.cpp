@@ -98,10 +98,10 @@ void GroupTable::keep(WholeFrame frame) {
   const FrameHeader& header = frame.header;
   if (isRepeated(header)) {
     std::erase_if(early_, [&](const WholeFrame& other) REQUIRES(ioRole) {
-      const bool isOlder = other.header.kind == header.kind && other.header.tag == header.tag &&
-                           other.header.context == header.context &&
-                           other.header.source == header.source &&
-                           other.header.destination == header.destination;
+      const bool isOlder =
+          other.uid == frame.uid && other.header.kind == header.kind &&
+          other.header.tag == header.tag && other.header.context == header.context &&
+          other.header.source == header.source && other.header.destination == header.destination;
       if (isOlder) earlyBytes_ -= sizeOf(other);
       return isOlder;
     });

@@ -149,9 +149,9 @@ class Puppet {
       openReception();
       publish();
     }
-    std::optional<InvitationMessage> message;
-    drive([&] { return (message = reception_->takeRoster()).has_value(); });
-    message_ = std::move(message);
+    std::vector<InvitationMessage> messages;
+    drive([&] { return !(messages = reception_->takeRosters()).empty(); });
+    message_ = std::move(messages.back());
     Roster roster;
     ASSERT_OK(Roster::decode(message_->text, &roster));
     return roster;
@@ -687,6 +687,56 @@ TEST(Formation, aHandleOfARankThatGaveUpIsOverwritten) {
   failed.handle.address.pidSpace = "elsewhere";
   failed.publish();
   for (const Status& status : formAll(2, store)) EXPECT_OK(status);
+}
+
+// Two ranks may invite a rank: to the latest round, and, later, to the round before.
+TEST(Formation, anOldInvitationIsIgnored) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet zero(0, 2, store);
+  zero.openReception();
+  zero.publish();
+  std::latch haveArrived(1);
+  Status found;
+  Threads(2, [&](int rank) {
+    if (rank == 1) {
+      GroupOptions options = optionsOf(1, 2);
+      options.interrupted = [&] { return haveArrived.wait(), false; };
+      found = formAs(options, store);
+      return;
+    }
+    Handle one;
+    zero.drive([&] {
+      std::string text;
+      bool isThere = false;
+      ASSERT_OK(store->tryGet(keyOf(1), &isThere, &text));
+      return isThere && Handle::decode(text, &one).ok();
+    });
+    std::vector<InvitationMessage> messages;
+    std::vector<Roster> rosters;
+    for (const uint64_t number : {1, 2}) {
+      Roster roster;
+      roster.round = number;
+      ASSERT_OK(Handle::freshNonce(&roster.number));
+      for (const Handle& handle : {zero.handle, one}) {
+        roster.members.emplace_back().nonce = handle.nonce;
+        roster.members.back().isPublished = true;
+      }
+      roster.peers = std::vector<PeerAddress>{zero.handle.address, one.address};
+      messages.emplace_back(InvitationMessage::Content::kRoster, roster.encode());
+      rosters.push_back(roster);
+    }
+    ASSERT_OK(Round::open(zero.mesh(), "test", 0, messages[1], rosters[1], zero.news, &zero.round));
+    std::unique_ptr<Invitation> old, last;
+    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, one.nonce}, messages[0], {}, &old));
+    // Frames arrive in order, so when this one is refused, the others have arrived.
+    std::string unknown;
+    ASSERT_OK(Handle::freshNonce(&unknown));
+    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, unknown}, messages[0], {}, &last));
+    zero.drive([&] { return last->hasFailed(); });
+    haveArrived.count_down();
+    zero.drive([&] { return zero.round->isFormed(); });
+  });
+  EXPECT_OK(found);
 }
 
 // What a process sends that does not know the nonce is ignored.

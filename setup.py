@@ -3,12 +3,13 @@
 What is missing is said at once, with the line to type: compiling takes minutes.
 
 `./dev wheel` sets TORCH_DIRS, torch's headers of several minors: the wheel then serves each of
-these, and this environment needs no torch.
+these, and this environment needs no torch. For another machine it also sets CMAKE_ARGS, which is
+passed to CMake, and _PYTHON_HOST_PLATFORM, which names the machine to Python.
 """
 
 import os
-import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -141,9 +142,11 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
         cmake, ninja = tool("cmake"), tool("ninja")
         check_compiler()
         choices = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DMYCOLL_PYTHON={sys.executable}"]
+        choices += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if TORCH_DIRS:
-            tree = ROOT / "build/wheel"
-            is_portable = platform.machine() == "x86_64"  # the versions in portable.cpp are its
+            machine = sysconfig.get_platform().removeprefix("linux-")
+            tree = ROOT / f"build/wheel-{machine}"
+            is_portable = machine in ("x86_64", "aarch64")  # portable.cpp has their versions
             choices += [f"-DMYCOLL_TORCH_DIRS={';'.join(TORCH_DIRS)}"]
             choices += [f"-DMYCOLL_PORTABLE={int(is_portable)}"]
         else:
@@ -163,8 +166,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
             shutil.rmtree(left)
         for left in target.glob("_C.*.so"):
             left.unlink()
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        for module in (tree / "module").glob(f"torch*/_C{suffix}"):
+        python = sysconfig.get_config_var("EXT_SUFFIX").split("-")[:2]  # [".cpython", "311"]
+        for module in (tree / "module").glob(f"torch*/_C{'-'.join(python)}-*.so"):
             (target / module.parent.name).mkdir(parents=True)
             shutil.copy2(module, target / module.parent.name)
         shutil.copy2(tree / "module/libmycoll.so", target)

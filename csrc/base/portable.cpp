@@ -21,7 +21,14 @@
 #include <string>
 
 // `local` is the function `name` in its version `version`.
-#define OLD_VERSION(local, name, version) asm(".symver " #local "," #name "@" #version)
+#define OLD_VERSION(local, name, version) asm(".symver " #local "," #name "@" version)
+
+// glibc's first version for a processor is that of all functions that were there before.
+#ifdef __aarch64__
+#define GLIBC(version) "GLIBC_2.17"
+#else
+#define GLIBC(version) "GLIBC_" version
+#endif
 
 namespace {
 
@@ -50,20 +57,25 @@ extern "C" {
 // variable of glibc 2.32.
 char __libc_single_threaded = 0;
 
-// Inline functions until glibc 2.33; the 1 is the version of struct stat.
+// Inline functions until glibc 2.33. kStat: the version of struct stat.
+#ifdef __aarch64__
+constexpr int kStat = 0;
+#else
+constexpr int kStat = 1;
+#endif
 int oldStat(int version, const char* path, struct stat* result);
 int oldFstat(int version, int file, struct stat* result);
 int oldLstat(int version, const char* path, struct stat* result);
 int oldFstatat(int version, int folder, const char* path, struct stat* result, int flags);
-OLD_VERSION(oldStat, __xstat, GLIBC_2.2.5);
-OLD_VERSION(oldFstat, __fxstat, GLIBC_2.2.5);
-OLD_VERSION(oldLstat, __lxstat, GLIBC_2.2.5);
-OLD_VERSION(oldFstatat, __fxstatat, GLIBC_2.4);
-int __wrap_stat(const char* path, struct stat* result) { return oldStat(1, path, result); }
-int __wrap_fstat(int file, struct stat* result) { return oldFstat(1, file, result); }
-int __wrap_lstat(const char* path, struct stat* result) { return oldLstat(1, path, result); }
+OLD_VERSION(oldStat, __xstat, GLIBC("2.2.5"));
+OLD_VERSION(oldFstat, __fxstat, GLIBC("2.2.5"));
+OLD_VERSION(oldLstat, __lxstat, GLIBC("2.2.5"));
+OLD_VERSION(oldFstatat, __fxstatat, GLIBC("2.4"));
+int __wrap_stat(const char* path, struct stat* result) { return oldStat(kStat, path, result); }
+int __wrap_fstat(int file, struct stat* result) { return oldFstat(kStat, file, result); }
+int __wrap_lstat(const char* path, struct stat* result) { return oldLstat(kStat, path, result); }
 int __wrap_fstatat(int folder, const char* path, struct stat* result, int flags) {
-  return oldFstatat(1, folder, path, result, flags);
+  return oldFstatat(kStat, folder, path, result, flags);
 }
 
 // These moved from libpthread and libdl into libc in 2.32 and 2.34, and were given that version.
@@ -71,10 +83,10 @@ int oldTrylock(pthread_mutex_t* mutex);
 int oldSignalMask(int how, const sigset_t* set, sigset_t* before);
 int oldSetName(pthread_t thread, const char* name);
 int oldTimedlock(pthread_mutex_t* mutex, const timespec* deadline);
-OLD_VERSION(oldTrylock, pthread_mutex_trylock, GLIBC_2.2.5);
-OLD_VERSION(oldSignalMask, pthread_sigmask, GLIBC_2.2.5);
-OLD_VERSION(oldSetName, pthread_setname_np, GLIBC_2.12);
-OLD_VERSION(oldTimedlock, pthread_mutex_timedlock, GLIBC_2.2.5);
+OLD_VERSION(oldTrylock, pthread_mutex_trylock, GLIBC("2.2.5"));
+OLD_VERSION(oldSignalMask, pthread_sigmask, GLIBC("2.2.5"));
+OLD_VERSION(oldSetName, pthread_setname_np, GLIBC("2.12"));
+OLD_VERSION(oldTimedlock, pthread_mutex_timedlock, GLIBC("2.2.5"));
 int __wrap_pthread_mutex_trylock(pthread_mutex_t* mutex) { return oldTrylock(mutex); }
 int __wrap_pthread_sigmask(int how, const sigset_t* set, sigset_t* before) {
   return oldSignalMask(how, set, before);
@@ -88,11 +100,11 @@ void* oldSymbol(void* library, const char* name);
 int oldClose(void* library);
 char* oldError();
 int oldAddress(const void* address, Dl_info* result);
-OLD_VERSION(oldOpen, dlopen, GLIBC_2.2.5);
-OLD_VERSION(oldSymbol, dlsym, GLIBC_2.2.5);
-OLD_VERSION(oldClose, dlclose, GLIBC_2.2.5);
-OLD_VERSION(oldError, dlerror, GLIBC_2.2.5);
-OLD_VERSION(oldAddress, dladdr, GLIBC_2.2.5);
+OLD_VERSION(oldOpen, dlopen, GLIBC("2.2.5"));
+OLD_VERSION(oldSymbol, dlsym, GLIBC("2.2.5"));
+OLD_VERSION(oldClose, dlclose, GLIBC("2.2.5"));
+OLD_VERSION(oldError, dlerror, GLIBC("2.2.5"));
+OLD_VERSION(oldAddress, dladdr, GLIBC("2.2.5"));
 void* __wrap_dlopen(const char* path, int flags) { return oldOpen(path, flags); }
 void* __wrap_dlsym(void* library, const char* name) { return oldSymbol(library, name); }
 int __wrap_dlclose(void* library) { return oldClose(library); }
@@ -120,7 +132,7 @@ int __wrap_pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
 
 // std::condition_variable::wait(): has another version in libstdc++ 12.
 void oldWait(std::condition_variable* condition, std::unique_lock<std::mutex>* lock);
-OLD_VERSION(oldWait, _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, GLIBCXX_3.4.11);
+OLD_VERSION(oldWait, _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "GLIBCXX_3.4.11");
 void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(
     std::condition_variable* condition, std::unique_lock<std::mutex>* lock) {
   oldWait(condition, lock);
@@ -135,8 +147,8 @@ void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(
 // libstdc++ 12. portable.map hides those.
 void oldCopy(void* exception, const void* other);
 void oldDestroy(void* exception);
-OLD_VERSION(oldCopy, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_, CXXABI_1.3.3);
-OLD_VERSION(oldDestroy, _ZNSt15__exception_ptr13exception_ptrD1Ev, CXXABI_1.3.3);
+OLD_VERSION(oldCopy, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_, "CXXABI_1.3.3");
+OLD_VERSION(oldDestroy, _ZNSt15__exception_ptr13exception_ptrD1Ev, "CXXABI_1.3.3");
 void __wrap__ZNSt15__exception_ptr13exception_ptr9_M_addrefEv(const void* self) {
   void* counted;  // never destroyed
   oldCopy(&counted, self);
@@ -153,7 +165,7 @@ void __wrap__ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev(voi
 // std::stringbuf::str() const& and &&, of libstdc++ 11; before, it was one function.
 std::string oldText(const std::stringbuf* self);
 OLD_VERSION(_Z7oldTextPKNSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEEE,
-            _ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv, GLIBCXX_3.4.21);
+            _ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv, "GLIBCXX_3.4.21");
 std::string textOf(const std::stringbuf* self) asm(
     "__wrap__ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 std::string textOf(const std::stringbuf* self) { return oldText(self); }

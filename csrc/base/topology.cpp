@@ -73,8 +73,11 @@ struct ProcessStat {
 
 ProcessStat readStat(pid_t pid) {
   ProcessStat result;
-  char path[32], text[1024];
-  std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(pid));
+  char path[48], text[1024];
+  // The first thread's file has what is needed, too. For the process's, the kernel adds up the
+  // times of all threads.
+  std::snprintf(path, sizeof(path), "/proc/%d/task/%d/stat", static_cast<int>(pid),
+                static_cast<int>(pid));
   const Fd file(::open(path, O_RDONLY | O_CLOEXEC));
   if (!file.isOpen()) {
     result.isUnknown = errno != ENOENT && errno != ESRCH;

@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "kernels/fold.h"
 
 #define MYCOLL_KERNEL_FILE "kernels/fold_copy.inc"

@@ -5,6 +5,12 @@
 // functions of the standard library: the linker could keep the copy that was compiled for AVX-512
 // for the whole program.
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "kernels/isa.h"
 
 #define MYCOLL_VECTOR_BYTES 16

@@ -1,10 +1,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "kernels/fold.h"
 
 // Fused multiply-adds round once where two instructions round twice: without them, a product has

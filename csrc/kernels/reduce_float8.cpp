@@ -1,10 +1,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "kernels/fold.h"
 
 #define MYCOLL_KERNEL_FILE "kernels/fold_float8.inc"

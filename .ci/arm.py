@@ -1,6 +1,6 @@
 """./dev arm: tests mycoll for 64-bit Arm on an x86-64 machine, emulated by QEMU's user mode.
 
-Runs the C++ tests. With --wheel, it also tries a wheel for cp311 that `./dev wheel --machine aarch64`
+Runs the C++ tests. With --wheel, it tries a wheel for cp311 that `./dev wheel --machine aarch64`
 made: with Debian's Python for Arm and torch's wheel for Arm, it runs .ci/smoke.py and then tests of
 the suite. Words after the wheel are passed to pytest and replace that selection.
 
@@ -34,8 +34,9 @@ BINFMT = Path("/proc/sys/fs/binfmt_misc")
 # The head of an ELF file for this machine, and which of its bits count.
 MAGIC = rb"\x7fELF\x02\x01\x01" + rb"\x00" * 9 + rb"\x02\x00\xb7\x00"
 MASK = rb"\xff" * 7 + rb"\x00" + rb"\xff" * 8 + rb"\xfe\xff\xff\xff"
-PACKAGES = """libc6 libgcc-s1 libstdc++6 libgomp1 libssl3 zlib1g python3.11 python3.11-minimal libpython3.11
-    libpython3.11-minimal libpython3.11-stdlib libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 libcrypt1"""
+PACKAGES = """libc6 libgcc-s1 libstdc++6 libgomp1 libssl3 zlib1g libexpat1 libffi8 libbz2-1.0
+    liblzma5 libuuid1 libcrypt1 python3.11 python3.11-minimal libpython3.11 libpython3.11-minimal
+    libpython3.11-stdlib"""
 MODULES = "numpy typing_extensions sympy networkx jinja2 fsspec filelock pytest pytest-timeout"
 # A processor without what its description in /sys leaves open: torch reads both when it starts.
 CPUINFO = """processor\t: 0
@@ -47,7 +48,8 @@ CPU variant\t: 0x3
 CPU part\t: 0xd0c
 CPU revision\t: 1
 """
-# Two ranks, as torch takes 10 seconds to start in a process. torch.compile would call the compiler of x86-64.
+# Two ranks, as torch takes 10 seconds to start in a process. torch.compile would call the compiler
+# of x86-64.
 FILES = (
     "barrier ops p2p reductions mismatch objects windows shared_tensors coalesced work random_walk"
 )
@@ -96,10 +98,14 @@ def make_sysroot() -> None:
     for folder in ("state/lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True)
     (apt / "status").touch()
-    (apt / "conf").write_text(
-        f'APT::Architecture "arm64";\nAPT::Architectures {{ "arm64"; }};\nAPT::Sandbox::User "root";\n'
-        f'Dir::State "{apt}/state";\nDir::State::status "{apt}/status";\nDir::Cache "{apt}/cache";\n'
-    )
+    (apt / "conf").write_text(f"""
+APT::Architecture "arm64";
+APT::Architectures {{ "arm64"; }};
+APT::Sandbox::User "root";
+Dir::State "{apt}/state";
+Dir::State::status "{apt}/status";
+Dir::Cache "{apt}/cache";
+""")
     environment = {**os.environ, "APT_CONFIG": str(apt / "conf")}
     run("apt-get", "-qq", "update", env=environment)
     command = ["apt-get", "-qq", "download", *PACKAGES.split()]

@@ -187,6 +187,10 @@ class ElasticGroup:
         step. Without newcomers it is an all_reduce of one number. Newcomers continue after the call
         that made their ElasticGroup, when the others continue after this one.
 
+        Args:
+            timeout: For the whole call if there are newcomers; otherwise that of an operation
+                counts. Ranks that are alive but do not come are left out.
+
         Returns:
             Whether the group is another one now.
 
@@ -206,7 +210,8 @@ class ElasticGroup:
         return True
 
     def close(self) -> None:
-        """Leaves the group. The other ranks can `recover()` without this process."""
+        """Leaves the group. The next operation of the other ranks fails, and they can `recover()`
+        without this process."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None

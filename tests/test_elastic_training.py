@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from worlds.crew import Crew
@@ -84,7 +84,7 @@ def train_with_fsdp(pipe: Connection, value: float) -> None:
         if told == "make":
             sharded = model()
             sharded.load_state_dict(kept)
-            fully_shard(sharded, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+            fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         elif told != "step":
             change_ranks(*told)
             continue
@@ -92,7 +92,7 @@ def train_with_fsdp(pipe: Connection, value: float) -> None:
             found = gradients(sharded, value)
             kept = {name: part.full_tensor() for name, part in sharded.state_dict().items()}
             pipe.send(found)
-        except (dist.DistBackendError, ValueError) as error:
+        except dist.DistBackendError as error:
             pipe.send(str(error))
 
 
@@ -133,20 +133,30 @@ class Trainers(Crew):
                 torch.testing.assert_close(ours, right)
 
 
-def test_ddp_continues_without_ranks_that_were_lost() -> None:
-    """Also in the middle of a step, and with rank 0. All make it again when others have come."""
+def is_loss(answers: list[Any]) -> bool:
+    return all("has ended" in each or "Connection closed" in each for each in answers)
+
+
+def test_ddp_continues_with_fewer_ranks() -> None:
+    """With the same object if they change between steps. After a step that has failed it is made
+    again, as torch would divide the next sum by the former number of ranks, on gloo, too; and when
+    others have come, as it communicates when it is made."""
     with Trainers(train_with_ddp) as crew:
-        crew.enlist(3)
-        crew.change_ranks([0, 1, 2])
+        crew.enlist(4)
+        crew.change_ranks([0, 1, 2, 3])
         crew.check("make")
         crew.check("step")
         crew.kill([0])
-        assert all("has ended" in each or "closed by peer" in each for each in crew.answers("step"))
-        crew.change_ranks([1, 2])
+        crew.change_ranks([3, 1, 2])
         crew.check("step")
+        crew.check("step")
+        crew.kill([3])
+        assert is_loss(crew.answers("step"))
+        crew.change_ranks([1, 2])
+        crew.check("make")
         crew.check("step")
         crew.enlist(1)
-        crew.change_ranks([2, 3, 1])
+        crew.change_ranks([2, 4, 1])
         crew.check("make")
 
 
@@ -157,8 +167,7 @@ def test_fsdp_is_made_again_of_parameters_that_were_kept() -> None:
         crew.check("make")
         crew.check("step")
         crew.kill([1])
-        assert all("has ended" in each or "closed by peer" in each for each in crew.answers("step"))
+        assert is_loss(crew.answers("step"))
         crew.change_ranks([0, 2])
-        print(crew.answers("step"))
         crew.check("make")
         crew.check("step")

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import mycoll
@@ -143,6 +144,33 @@ def test_survivors_of_kills_go_on_and_others_come() -> None:
         for number in crew.living:
             crew.send(number, None)
             crew.join(number)
+
+
+def form_once(pipe: Connection) -> None:
+    endpoint = mycoll.Endpoint()
+    pipe.send(endpoint.handle)
+    try:
+        endpoint.form(1, pipe.recv(), timeout=timedelta(seconds=2))
+        pipe.send("formed")
+    except (dist.DistBackendError, mycoll.ArgumentError) as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.parametrize("stranger", [None, 0, 2])
+def test_a_process_with_another_secret_is_in_no_group(tmp_path: Path, stranger: int | None) -> None:
+    secrets = [tmp_path / name for name in ("right", "wrong")]
+    for path in secrets:
+        path.write_text(path.name * 8)
+    with Crew() as crew:
+        for number in range(3):
+            crew.start(form_once, MYCOLL_SECRET_FILE=str(secrets[number == stranger]))
+        handles = [crew.receive(number) for number in crew.living]
+        for number in crew.living:
+            crew.send(number, handles)
+        for number in crew.living:
+            found = crew.receive(number)
+            assert (found == "formed") == (stranger is None), found
+            assert stranger is None or "could not prove that it is a member" in found, found
 
 
 # --- torch's interface ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20]
                                  [--no-store]
+    python benchmarks/elastic.py --table [--events 200]
 
 The ranks are processes of this host. Each event kills one random rank, lets the survivors
 continue, and then lets a process join that has imported torch before.
@@ -9,6 +10,9 @@ mycoll, gloo: torch's interface (enable_reconfigure), which needs torch 2.14 or 
 sends the ranks the handles of the next group, as a scheduler would.
 group: mycoll.ElasticGroup, whose ranks agree on the next group by themselves.
 --no-store: the process that serves the rendezvous store is killed before the first event.
+--table: all rows of a results page. Each has so many events; gloo's have 5, as each one takes 20
+seconds. The last row needs endpoint_test, a C++ test that a checkout builds: 64 ranks are threads
+of processes that stand for 8 hosts, and each event kills one of these.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -51,7 +57,9 @@ def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
 
     c10d = dist.distributed_c10d
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    store: Any = dist.HashStore()
+    if port:
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(str(number), store) if backend == "mycoll" else store,
@@ -153,7 +161,7 @@ def run(
     times: dict[str, list[float]] = {
         "from the exception": [], "from the kill": [], "join": []
     }  # fmt: skip
-    spares = [] if has_store else group.start(events)
+    spares: list[int] = []
     if backend == "group":  # each one joins those before it
         for count in range(1, ranks + 1):
             group.form(members[:count])
@@ -161,6 +169,7 @@ def run(
         group.form(members)
     if not has_store:
         crew.kill([group.server])
+        group.port = 0  # nor do those that start later have one
     for _ in range(events):
         if not spares:
             spares = group.start(min(8, events))
@@ -181,25 +190,65 @@ def run(
     return times
 
 
+def summary(times: list[float]) -> tuple[float, float]:
+    """Median and 99th percentile; of few, the maximum."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def table(events: int, seed: int) -> None:
+    columns = ("events", "from the exception", "from the kill", "join")
+    print(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+
+    def show(name: str, times: list[list[float]]) -> None:
+        cells = (", ".join(f"{each:.1f}" for each in summary(one)) if one else "" for one in times)
+        print(f"| {name} | {max(map(len, times))} | {' | '.join(cells)} |", flush=True)
+
+    for backend, ranks, has_store in (
+        ("mycoll", 4, True), ("mycoll", 8, True), ("mycoll", 16, True), ("mycoll", 4, False),
+        ("gloo", 4, True), ("group", 4, True), ("group", 8, True),
+    ):  # fmt: skip
+        count = min(events, 5) if backend == "gloo" else events
+        with Crew() as crew:
+            times = run(crew, backend, ranks, count, has_store, seed)
+        store = "" if has_store else ", the store's process was killed before"
+        show(f"{backend}, {ranks} ranks{store}", list(times.values()))
+    show("64 ranks on 8 hosts, one host is killed", [[], hosts_killed(events), []])
+
+
+def hosts_killed(events: int) -> list[float]:
+    import mycoll
+
+    test = Path(mycoll.__file__).parents[2] / "tests" / "endpoint_test"
+    command = [str(test), "aHostIsLost"]
+    environment = {**os.environ, "HOSTS_KILLED": str(events)}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return [float(each) for each in re.findall(r"after ([\d.]+) ms", output.stdout)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="mycoll", choices=("mycoll", "gloo", "group"))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--events", type=int, help="200 of each row of a table, otherwise 20")
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
+    if given.table:
+        table(given.events or 200, given.seed)
+        return
+    events = given.events or 20
     with Crew() as crew:
-        times = run(crew, given.backend, given.ranks, given.events, not given.no_store, given.seed)
+        times = run(crew, given.backend, given.ranks, events, not given.no_store, given.seed)
     if given.json:
         print(json.dumps(times))
         return
-    print(f"{given.backend}, {given.ranks} ranks, {given.events} events, milliseconds")
+    print(f"{given.backend}, {given.ranks} ranks, {events} events, milliseconds")
     for name, all_of_it in times.items():
-        ordered = sorted(all_of_it)
-        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        print(f"{name:20} median {statistics.median(ordered):8.1f}  p99 {p99:8.1f}")
+        median, p99 = summary(all_of_it)
+        print(f"{name:20} median {median:8.1f}  p99 {p99:8.1f}")
 
 
 if __name__ == "__main__":

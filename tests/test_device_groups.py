@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from datetime import timedelta
 from unittest import mock
 
+import mycoll
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +130,27 @@ def meshes(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
+def generations(ctx: Ctx) -> None:
+    """Groups of handles, with other ranks each time: each has communicators of its own."""
+    ctx.init(device_id=ctx.device)
+    endpoint = mycoll.Endpoint(timeout=timedelta(seconds=30))
+    handles = [""] * ctx.size
+    dist.all_gather_object(handles, endpoint.handle)
+    former = None
+    for uuid, members in enumerate(([0, 1, 2, 3], [2, 0, 3], [1, 3, 2, 0])):
+        if ctx.rank in members:
+            group = endpoint.form(uuid, [handles[rank] for rank in members])
+            if ctx.device.type != "cuda":
+                backend = group._get_backend(torch.device("cpu"))
+                group._register_backend(ctx.device, dist.ProcessGroup.BackendType.CUSTOM, backend)
+            if former is not None:
+                former.abort()
+            works(ctx, group, members, f"generation {uuid}")
+            former = group
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def barriers(ctx: Ctx) -> None:
     """Also the first one of a group that is bound to a device waits for that device."""
     ctx.init(device_id=ctx.device)
@@ -147,7 +170,9 @@ def barriers(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("job", [splits, subgroups, meshes, barriers], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [splits, subgroups, meshes, generations, barriers], ids=lambda job: job.__name__
+)
 @pytest.mark.parametrize("path", ["nccl", "host"])
 def test_groups_of_a_bound_job(reused_device_world, path, job):
     reused_device_world(4, path).run(job)

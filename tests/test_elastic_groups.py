@@ -9,12 +9,14 @@ import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from mycoll import black_box
 from worlds.crew import Crew
 from worlds.threads import on_all
 
@@ -77,6 +79,24 @@ def test_an_older_torch_has_no_reconfigure() -> None:
         mycoll.process_group(dist.HashStore(), 0, 1, enable_reconfigure=True)
 
 
+def test_the_bits_are_those_of_a_new_group_of_the_same_ranks() -> None:
+    """Whatever the endpoints were in before, and in whichever order."""
+    endpoints = {i: mycoll.Endpoint(timeout=PATIENCE) for i in range(4)}
+    form_all(endpoints, [0, 1, 2, 3], 0)
+    changed = form_all(endpoints, [3, 0, 2], 1)
+    store = dist.HashStore()
+    fresh = on_all(lambda rank: mycoll.process_group(store, rank, 3, timeout=PATIENCE), 3)
+    inputs = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
+
+    def summed(group: dist.ProcessGroup) -> torch.Tensor:
+        x = inputs[group.rank()].clone()
+        group.allreduce([x]).wait()
+        return x
+
+    sums = [on_all(lambda i, groups=groups: summed(groups[i]), 3) for groups in (changed, fresh)]
+    assert all(torch.equal(x, sums[0][0]) for x in (*sums[0], *sums[1]))
+
+
 # --- processes that are killed --------------------------------------------------------------------
 
 
@@ -124,6 +144,33 @@ def test_survivors_of_kills_go_on_and_others_come() -> None:
         for number in crew.living:
             crew.send(number, None)
             crew.join(number)
+
+
+def form_once(pipe: Connection) -> None:
+    endpoint = mycoll.Endpoint()
+    pipe.send(endpoint.handle)
+    try:
+        endpoint.form(1, pipe.recv(), timeout=timedelta(seconds=2))
+        pipe.send("formed")
+    except (dist.DistBackendError, mycoll.ArgumentError) as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.parametrize("stranger", [None, 0, 2])
+def test_a_process_with_another_secret_is_in_no_group(tmp_path: Path, stranger: int | None) -> None:
+    secrets = [tmp_path / name for name in ("right", "wrong")]
+    for path in secrets:
+        path.write_text(path.name * 8)
+    with Crew() as crew:
+        for number in range(3):
+            crew.start(form_once, MYCOLL_SECRET_FILE=str(secrets[number == stranger]))
+        handles = [crew.receive(number) for number in crew.living]
+        for number in crew.living:
+            crew.send(number, handles)
+        for number in crew.living:
+            found = crew.receive(number)
+            assert (found == "formed") == (stranger is None), found
+            assert stranger is None or "could not prove that it is a member" in found, found
 
 
 # --- torch's interface ----------------------------------------------------------------------------
@@ -234,6 +281,50 @@ def test_the_timeout_and_subgroups_follow_the_generation() -> None:
         )
         parts = [child for child in children if child is not None]
         assert on_all(lambda i, parts=parts: total(parts[i], 1.0), 2) == [2.0] * 2
+
+
+@needs_reconfigure
+def test_messages_and_windows_end_with_their_generation() -> None:
+    groups = elastic(3)
+    reconfigure_all(groups, [0, 1, 2], 1)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    memories = [mycoll.zeros(4) for _ in groups]
+    windows = on_all(lambda i: backends[i].new_window(memories[i]), 3)
+    on_all(lambda i: windows[i].put(torch.full((1,), 1.0 + i), (i + 1) % 3, i, False), 3)
+    groups[0].send([torch.ones(3)], 1, 7)  # nobody receives it
+    reconfigure_all(groups, [0, 1], 2)
+    assert [memory.tolist() for memory in memories[:2]] == [[0, 0, 3, 0], [1, 0, 0, 0]]
+    for window in windows[:2]:
+        with pytest.raises(dist.DistBackendError, match=r"reconfigured|destroyed"):
+            window.put(torch.ones(1), 0, 0, False)
+    found = torch.zeros(3)
+
+    def talk(rank: int) -> None:
+        if rank == 0:
+            groups[0].send([torch.full((3,), 2.0)], 1, 7).wait()
+        else:
+            groups[1].recv([found], 0, 7).wait()
+        window = backends[rank].new_window(memories[rank])
+        window.put(torch.full((1,), 5.0), 1 - rank, 3, False)
+        window.signal(1 - rank, False)
+        window.wait_signal(1 - rank, False)
+
+    on_all(talk, 2)
+    assert found.tolist() == [2.0] * 3
+    assert [memory.tolist()[3] for memory in memories[:2]] == [5.0] * 2
+
+
+@needs_reconfigure
+def test_status_shows_the_generation() -> None:
+    groups = elastic(2)
+    for uuid, members in ((17, [0, 1]), (18, [1, 0])):
+        reconfigure_all(groups, members, uuid)
+        on_all(lambda i: total(groups[i], 1.0), 2)
+        process = black_box.read(os.getpid())
+        assert process is not None
+        shown = [each for each in process.groups if each.name == f"group@{uuid}"]
+        assert sorted(each.rank for each in shown) == [0, 1]
+        assert all(each.ranks == 2 and each.collectives() for each in shown)
 
 
 @needs_reconfigure

@@ -164,6 +164,51 @@ def test_processes_find_each_other_through_any_member() -> None:
         each.close()
 
 
+def test_a_newcomer_that_does_not_come_is_waited_for_once() -> None:
+    """It is known to rank 1 only, and comes much later."""
+    store = dist.HashStore()
+    members = on_all(lambda _: mycoll.ElasticGroup(store, min_ranks=2, timeout=TIMEOUT), 2)
+    has_knocked, wakes = threading.Event(), threading.Event()
+
+    class Sleepy(mycoll.ElasticGroup):
+        def _meet(self, needed: int, timeout: timedelta) -> None:
+            with pytest.raises(dist.DistBackendError):
+                super()._meet(needed, timedelta(seconds=0.2))
+            has_knocked.set()
+            assert wakes.wait(60)
+            super()._meet(needed, timeout)
+
+    def admit() -> bool:
+        changes = on_all(lambda i: members[i].admit(), 2)
+        assert changes[0] == changes[1]
+        return bool(changes[0])
+
+    def admit_until_changed() -> None:
+        end = time.monotonic() + 30
+        while not admit():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def come() -> None:
+        last = Sleepy(handles=[members[1].handle], min_ranks=3, timeout=TIMEOUT)
+        sums.append(total(last, 4.0))
+
+    sums: list[float] = []
+    newcomer = threading.Thread(target=come, daemon=True)
+    newcomer.start()
+    assert has_knocked.wait(30)
+    admit_until_changed()  # the members have waited for it
+    assert {each.size for each in members} == {2}
+    assert [admit() for _ in range(3)] == [False] * 3
+    on_all(lambda i: members[i].recover(), 2)
+    assert [admit() for _ in range(3)] == [False] * 3
+    wakes.set()
+    admit_until_changed()
+    assert on_all(lambda i: total(members[i], float(i + 1)), 2) == [7.0] * 2
+    newcomer.join(60)
+    assert sums == [7.0]
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="min_ranks"):
         mycoll.ElasticGroup(min_ranks=0)

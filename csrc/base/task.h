@@ -32,6 +32,8 @@ class Condition {
   virtual bool ready() = 0;
   // The ranks that it still waits for, as far as it knows: for the text of a timeout.
   virtual std::vector<int> missing() const { return {}; }
+  // Whether missing() is exact: nothing that a missing rank has done is still on its way here.
+  virtual bool isExact() const { return false; }
 
  protected:
   ~Condition() = default;

@@ -30,8 +30,8 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr auto kAnnounceEvery = Milliseconds(250);
 // A collective that has waited for this long logs a warning.
 constexpr auto kWarnAfter = Milliseconds(1000);
-// How long a collective waits for a missing rank after it has left. The messages that the rank sent
-// before its goodbye may not have been processed here yet.
+// How long a collective waits for a missing rank after it has left, if it waits for messages: those
+// that the rank sent before its goodbye may not have been processed here yet.
 constexpr auto kLeftGrace = Milliseconds(500);
 // If more ranks are missing, a message only lists their numbers.
 constexpr size_t kMostDescribed = 16;
@@ -324,8 +324,17 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   for (int rank : missing) {
     if (group_.membership.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
   }
+  const bool isExact = !gone.empty() && op.task.waitingFor()->isExact();
+  if (isExact) {
+    // A rank may have arrived, or have failed the group, after the first look and before it left.
+    if (group_.membership.noticeFailure(runner_.current())) return;
+    missing = op.task.waitingFor()->missing();
+    std::erase_if(gone, [&](int rank) { return !contains(missing, rank); });
+  }
   if (gone.empty()) {
     leftSince_ = {};
+  } else if (isExact) {
+    group_.membership.failFirst(hasLeft(op, gone));
   } else if (leftSince_ == Clock::time_point{}) {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {

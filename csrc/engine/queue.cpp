@@ -217,7 +217,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
         backoff.moved();
       }
       if (moved) continue;
-      const auto now = Clock::now();
+      auto now = Clock::now();
       if (began == Clock::time_point::min()) began = lastTick = now;
       spins = 0;
       switch (backoff.next(now, isMessage || group_.membership.arena())) {
@@ -228,6 +228,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
         case Backoff::Pause::kYield: backoff.yield(now); break;
         case Backoff::Pause::kSleep:
           if (sleepFor(*op, deadline)) backoff.advanced();
+          now = Clock::now();
           break;
       }
       if (now - lastTick < kWaitTick) continue;

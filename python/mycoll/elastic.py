@@ -4,13 +4,16 @@ The processes agree on the next group by texts between their endpoints:
 
     join   to the leader: this process takes part, and knows these newcomers
     call   from the leader to the ranks of its last group and to newcomers, which answer with a join
-    list   from the leader to those that have joined: the handles of the next group, by rank
+    list   from the leader to those that have joined: the handles of the next group, by rank, and
+           the newcomers that it has called in vain
 
 Then they form the group (Endpoint.form). If that fails, they begin again.
 
 The leader is the lowest rank of the last group that is not lost. It waits until each other rank has
 answered or is lost. A process that is in no group yet takes those that it knows for the last group,
-and sends its join to the first one. A rank that is not recovering remembers it as a newcomer.
+and sends its join to the first one. A rank that is not recovering remembers it as a newcomer. A
+newcomer that does not answer in time is called again for each group, but not waited for until it
+sends something.
 
 Groups have numbers. A process that is called by the leader of a later group than its own has missed
 groups, and follows. If the connection between the two lowest ranks breaks, both lead. The others
@@ -128,6 +131,7 @@ class ElasticGroup:
         self._generation = 0
         self._used = 0  # the highest number of a group that this process was asked to form
         self._newcomers: list[str] = []
+        self._absent: set[str] = set()  # newcomers that were called in vain
         self._joined: set[str] = set()  # have sent this process a join since it formed a group
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
         self._why: list[str] = []
@@ -183,6 +187,10 @@ class ElasticGroup:
         step. Without newcomers it is an all_reduce of one number. Newcomers continue after the call
         that made their ElasticGroup, when the others continue after this one.
 
+        Args:
+            timeout: For the whole call if there are newcomers; otherwise that of an operation
+                counts. Ranks that are alive but do not come are left out.
+
         Returns:
             Whether the group is another one now.
 
@@ -190,7 +198,7 @@ class ElasticGroup:
             torch.distributed.DistBackendError: A rank was lost; call `recover()`.
         """
         self._read(timedelta(0))
-        count = torch.tensor([len(self._newcomers)])
+        count = torch.tensor([len(self._awaited())])
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
         if count.item() == 0:
             return False
@@ -202,7 +210,8 @@ class ElasticGroup:
         return True
 
     def close(self) -> None:
-        """Leaves the group. The other ranks can `recover()` without this process."""
+        """Leaves the group. The next operation of the other ranks fails, and they can `recover()`
+        without this process."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None
@@ -237,6 +246,9 @@ class ElasticGroup:
                     if text["answers"] == state.number:
                         state.present.add(text["from"])
                 elif text["from"] == leader and text["number"] > self._used:
+                    for newcomer in text["absent"]:
+                        self._note(newcomer)
+                    self._absent.update(text["absent"])
                     return self._form(text["number"], text["handles"])
 
     def _lead(self, state: _Attempt, alive: list[str], needed: int, is_late: bool) -> list[str]:
@@ -254,16 +266,26 @@ class ElasticGroup:
         chosen = [each for each in candidates if each in state.present]
         if len(chosen) < (self._min_ranks if is_late else needed):
             return []
+        awaited = self._awaited()
         for each in candidates:
             if each in state.present:
                 continue
-            may_come = not is_late if each in alive else now - state.called[each] < _NEWCOMERS
+            if each in alive:
+                may_come = not is_late
+            else:
+                may_come = each in awaited and now - state.called[each] < _NEWCOMERS
             if may_come:
                 return []
+        self._absent.update(each for each in self._newcomers if each not in state.present)
         for each in chosen:
             if each != self.handle:
-                self._send(each, "list", number=state.number, handles=chosen)
+                self._send(
+                    each, "list", number=state.number, handles=chosen, absent=[*self._absent]
+                )
         return chosen
+
+    def _awaited(self) -> list[str]:
+        return [each for each in self._newcomers if each not in self._absent]
 
     def _follow(self, state: _Attempt, leader: str) -> float:
         """Joins the leader, also without a call: if it is lost, that is known once the join is
@@ -303,6 +325,7 @@ class ElasticGroup:
         # no group, and may not know a rank of this one.
         known = dict.fromkeys([*self._newcomers, *self._joined])
         self._newcomers = [each for each in known if each not in handles and each != self.handle]
+        self._absent.intersection_update(self._newcomers)
         self._joined.clear()
         self._native.watch([*handles, *self._newcomers])
         self._why = []
@@ -324,6 +347,7 @@ class ElasticGroup:
         for each in self._native.receive(timeout):
             text = json.loads(each)
             source = text["from"]
+            self._absent.discard(source)
             if text["kind"] == "call" and text["number"] > self._used:
                 self._calls[source] = text
             elif text["kind"] == "call":
@@ -335,6 +359,7 @@ class ElasticGroup:
                 for newcomer in (source, *text["newcomers"]):
                     self._note(newcomer)
         self._newcomers = [each for each in self._newcomers if not self._is_lost(each)]
+        self._absent.intersection_update(self._newcomers)
         return others
 
     def _note(self, newcomer: str) -> None:

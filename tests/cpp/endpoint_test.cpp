@@ -2,8 +2,15 @@
 // come about.
 #include "engine/endpoint.h"
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <latch>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -12,6 +19,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "processes.h"
 #include "test.h"
 #include "world.h"
 
@@ -321,5 +329,84 @@ TEST(Endpoint, lostProcessesAreKnown) {
     // Texts still arrive.
     EXPECT_OK(endpoint.send(handles[2], "again"));
     EXPECT(receive(*all[2], 1) == std::vector<std::string>{"again"});
+  }
+}
+
+namespace {
+
+constexpr int kHosts = 8, kOnEach = 8, kAll = kHosts * kOnEach;
+
+// Publishes its handle, waits for those of all ranks and forms the group of all.
+struct RankOfMany : Process {
+  RankOfMany(int rank, Store& store) : Process(" host " + std::to_string(rank / kOnEach)) {
+    EXPECT_OK(store.set(std::to_string(rank), endpoint->handle()));
+    for (int other = 0; other < kAll; ++other) {
+      std::string handle;
+      for (bool isThere = false; !isThere;) {
+        EXPECT_OK(store.tryGet(std::to_string(other), &isThere, &handle));
+        if (!isThere) usleep(1000);
+      }
+      handles.push_back(handle);
+    }
+    ASSERT_OK(form(1, handles));
+    expectSum(*group, 1000);
+  }
+  std::vector<std::string> handles;
+};
+
+// Returns the milliseconds from the kill until the last rank of the others has a right sum.
+double killHost(int host) {
+  const test::ScopedFolder folder;
+  test::FolderStore store(folder.path());
+  const auto isOnHost = [&](int rank) { return rank / kOnEach == host; };
+  const pid_t child = test::startProcess([&] {
+    Threads(kAll, [&](int rank) {
+      if (!isOnHost(rank)) return;
+      RankOfMany self(rank, store);
+      alarm(120);  // in case it is not killed
+      pause();
+    });
+  });
+  std::latch formed(kAll - kOnEach);
+  std::atomic<int> over{0};
+  std::chrono::steady_clock::time_point killed;
+  double took = 0;
+  Threads(kAll, [&](int rank) {
+    if (isOnHost(rank)) return;
+    RankOfMany self(rank, store);
+    if (formed.count_down(); rank == (host == 0 ? kOnEach : 0)) {
+      formed.wait();
+      std::this_thread::sleep_for(milliseconds(100));
+      killed = std::chrono::steady_clock::now();
+      kill(child, SIGKILL);
+    }
+    const Status status = test::run(*self.group, test::call(OpKind::kBarrier));
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT(isOnHost(status.cause().rank));
+    std::vector<std::string> others;
+    for (int other = 0; other < kAll; ++other) {
+      if (!isOnHost(other)) others.push_back(self.handles[other]);
+    }
+    ASSERT_OK(self.form(2, others));
+    expectSum(*self.group, 1000);
+    if (++over < kAll - kOnEach) return;
+    const auto end = std::chrono::steady_clock::now();
+    took = std::chrono::duration<double, std::milli>(end - killed).count();
+  });
+  waitpid(child, nullptr, 0);
+  return took;
+}
+
+}  // namespace
+
+// 64 ranks on 8 hosts, of which one is killed. HOSTS_KILLED: how often; benchmarks/elastic.py reads
+// the times.
+TEST(Endpoint, aHostIsLost) {
+  const char* const wanted = std::getenv("HOSTS_KILLED");
+  const int events = wanted != nullptr ? std::atoi(wanted) : test::isShort() ? 1 : 2;
+  for (int event = 0; event < events && test::failureCount() == 0; ++event) {
+    const int host = event % kHosts;
+    printf("    host %d killed: the others continue after %.1f ms\n", host, killHost(host));
+    fflush(stdout);
   }
 }

@@ -176,6 +176,7 @@ class AllArrived final : public Condition {
   int differingRank() const { return differing_ < 0 ? -1 : arena_.memberOf(differing_); }
   Signature differingSignature() const { return arena_.arrival(differing_).signature; }
   std::vector<int> missing() const override;
+  bool isExact() const override { return true; }
 
  private:
   Arena& arena_;
@@ -206,6 +207,7 @@ class RoundReached final : public Condition {
     }
     return result;
   }
+  bool isExact() const override { return true; }
 
  private:
   const Arena& arena_;

@@ -39,6 +39,13 @@ bool hasAesInstructions() {
 #endif
 }
 
+// For what OpenSSL calls: it is loaded then.
+const openssl::Library& loaded() {
+  const openssl::Library* library = nullptr;
+  (void)openssl::Library::load(&library);
+  return *library;
+}
+
 }  // namespace
 
 // ---- Tls ---------------------------------------------------------------------------------------
@@ -145,12 +152,8 @@ unsigned Tls::clientKey(openssl::Ssl* ssl, const char*, char* identity, unsigned
 
 unsigned Tls::serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
                         unsigned keyRoom) {
-  openssl::Library const* library = nullptr;
-  if (!openssl::Library::load(&library).ok() || keyRoom < kKeyBytes ||
-      std::strcmp(identity, kIdentity) != 0) {
-    return 0;
-  }
-  const auto* const tls = static_cast<const Tls*>(library->SSL_get_ex_data(ssl, 0));
+  if (keyRoom < kKeyBytes || std::strcmp(identity, kIdentity) != 0) return 0;
+  const auto* const tls = static_cast<const Tls*>(loaded().SSL_get_ex_data(ssl, 0));
   std::memcpy(key, tls->key_.data(), kKeyBytes);
   return kKeyBytes;
 }
@@ -208,12 +211,11 @@ TlsSocket::State TlsSocket::shakeHands() {
     tls_->cipher_.store(isAes ? "AES-128-GCM" : "ChaCha20-Poly1305", std::memory_order_relaxed);
     return state_ = isProved ? State::kOpen : State::kFailed;
   }
-  if (!isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead) {
-    return error_ != 0 ? state_ = State::kClosed : state_;
-  }
+  const bool isWaiting = !isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead;
+  if (isWaiting && error_ == 0) return state_;
   const char* reason = library_.ERR_reason_error_string(library_.ERR_peek_error());
-  if (isAtEnd_ || error_ != 0) return state_ = State::kClosed;
-  failure_ = std::string("TLS: ") + (reason ? reason : "the handshake failed");
+  if (!reason) reason = "the handshake failed";
+  if (!isAtEnd_ && error_ == 0) failure_ = std::string("TLS: ") + reason;
   return state_ = State::kFailed;
 }
 
@@ -297,9 +299,7 @@ ssize_t TlsSocket::read(void* data, size_t bytes) {
 // ---- what OpenSSL calls
 
 int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
-  const openssl::Library* library = nullptr;
-  (void)openssl::Library::load(&library);
-  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
+  auto* const self = static_cast<TlsSocket*>(loaded().BIO_get_data(bio));
   try {
     self->out_.append(data, static_cast<size_t>(bytes));
   } catch (const std::bad_alloc&) {
@@ -309,10 +309,9 @@ int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
 }
 
 int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
-  const openssl::Library* library = nullptr;
-  (void)openssl::Library::load(&library);
-  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
-  library->BIO_clear_flags(bio, openssl::kBioRetryFlags);
+  const openssl::Library& library = loaded();
+  auto* const self = static_cast<TlsSocket*>(library.BIO_get_data(bio));
+  library.BIO_clear_flags(bio, openssl::kBioRetryFlags);
   while (self->isReadable_) {
     const ssize_t got = recv(self->socket_, data, static_cast<size_t>(bytes), MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
@@ -324,7 +323,7 @@ int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
     return static_cast<int>(got);
   }
   self->isReadable_ = false;
-  library->BIO_set_flags(bio, openssl::kBioRetryRead);
+  library.BIO_set_flags(bio, openssl::kBioRetryRead);
   return -1;
 }
 

@@ -20,7 +20,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "base/types.h"
-#include "transport/link.h"
+#include "transport/tcp/link.h"
 #include "transport/tcp/openssl.h"
 
 namespace mycoll {
@@ -72,10 +72,10 @@ class TlsSocket {
   TlsSocket(const TlsSocket&) = delete;
   TlsSocket& operator=(const TlsSocket&) = delete;
 
-  enum class State { kShakingHands, kOpen, kClosed, kFailed };
+  enum class State { kShakingHands, kOpen, kFailed };
   // Continues the handshake as far as bytes have arrived.
   State shakeHands();
-  // kFailed: the reason.
+  // kFailed: the reason; empty if the connection was closed.
   const std::string& failure() const { return failure_; }
 
   // If this takes a part of a frame, the rest of that frame follows in the next calls: what is
@@ -88,7 +88,6 @@ class TlsSocket {
     hasMore_ = isReadable_ = true;
     isClosed_ |= isClosed;
   }
-  int fd() const { return socket_; }
 
  private:
   static int sendCallback(openssl::Bio* bio, const char* data, int bytes);
@@ -121,16 +120,13 @@ class TlsSocket {
   uint64_t records_ = 0;              // since the latest change of the key
 };
 
-class TlsSender final : public LinkSender {
+class TlsSender final : public TcpSender {
  public:
   TlsSender(Socket socket, std::shared_ptr<TlsSocket> tls)
-      : socket_(std::move(socket)), tls_(std::move(tls)) {}
+      : TcpSender(std::move(socket)), tls_(std::move(tls)) {}
   ssize_t write(const Span* parts, int count) override { return tls_->write(parts, count); }
-  void setAsleep(bool) override {}
-  int fd() const override { return socket_->get(); }
 
  private:
-  Socket socket_;
   std::shared_ptr<TlsSocket> tls_;
 };
 

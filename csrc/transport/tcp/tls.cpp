@@ -28,17 +28,6 @@ constexpr size_t kRecordBytes = 16 * 1024;
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
 constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
 
-bool hasAesInstructions() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("aes") && __builtin_cpu_supports("pclmul");
-#elif defined(__aarch64__)
-  constexpr unsigned long kAes = 1 << 3, kPmull = 1 << 4;
-  return (getauxval(AT_HWCAP) & (kAes | kPmull)) == (kAes | kPmull);
-#else
-  return false;
-#endif
-}
-
 // For what OpenSSL calls: it is loaded then.
 const openssl::Library& loaded() {
   const openssl::Library* library = nullptr;
@@ -50,6 +39,17 @@ const openssl::Library& loaded() {
 
 // ---- Tls ---------------------------------------------------------------------------------------
 
+bool Tls::isAesFast() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("aes") && __builtin_cpu_supports("pclmul");
+#elif defined(__aarch64__)
+  constexpr unsigned long kAes = 1 << 3, kPmull = 1 << 4;
+  return (getauxval(AT_HWCAP) & (kAes | kPmull)) == (kAes | kPmull);
+#else
+  return false;
+#endif
+}
+
 Tls::~Tls() {
   if (context_) library_->SSL_CTX_free(context_);
 }
@@ -59,13 +59,13 @@ Status Tls::failure(const std::string& what) const {
   return Status(Code::kInvalidArgument, what + (reason ? std::string(": ") + reason : ""));
 }
 
-Status Tls::begin() {
+Status Tls::begin(bool isAesFirst) {
   MYCOLL_RETURN_IF_ERROR(openssl::Library::load(&library_));
   const openssl::Library& library = *library_;
   library.ERR_clear_error();
   context_ = library.SSL_CTX_new(library.TLS_method());
   if (!context_) throw std::bad_alloc();
-  const char* const ciphers = hasAesInstructions() ? kAesFirst : kChaChaFirst;
+  const char* const ciphers = isAesFirst ? kAesFirst : kChaChaFirst;
   if (library.SSL_CTX_ctrl(context_, openssl::kSetMinVersion, openssl::kTls13, nullptr) != 1 ||
       library.SSL_CTX_ctrl(context_, openssl::kSetMaxVersion, openssl::kTls13, nullptr) != 1 ||
       library.SSL_CTX_set_ciphersuites(context_, ciphers) != 1 ||
@@ -98,10 +98,10 @@ Status Tls::fromEnv(std::shared_ptr<const Tls>* result) {
 }
 
 Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
-                 uint64_t recordsPerKey) {
+                 uint64_t recordsPerKey, bool isAesFirst) {
   std::shared_ptr<Tls> tls(new Tls);
   tls->recordsPerKey_ = recordsPerKey;
-  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  MYCOLL_RETURN_IF_ERROR(tls->begin(isAesFirst));
   const Digest key = hmacSha256(secret, kIdentity);
   static_assert(std::tuple_size_v<Digest> == kKeyBytes);
   tls->key_.assign(reinterpret_cast<const char*>(key.data()), key.size());
@@ -113,7 +113,7 @@ Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
 
 Status Tls::make(const TlsFiles& files, std::shared_ptr<const Tls>* result) {
   std::shared_ptr<Tls> tls(new Tls);
-  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  MYCOLL_RETURN_IF_ERROR(tls->begin(isAesFast()));
   const openssl::Library& library = *tls->library_;
   const auto orNull = [](const std::string& path) { return path.empty() ? nullptr : path.c_str(); };
   const auto refuse = [&](const char* variable, const std::string& path) {

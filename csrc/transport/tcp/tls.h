@@ -32,9 +32,12 @@ class Tls {
   // AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
   static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
 
-  // Both sides know this secret. recordsPerKey: for tests.
+  // Whether the processor has instructions for AES-GCM. Else ChaCha20-Poly1305 comes first.
+  static bool isAesFast();
+
+  // Both sides know this secret. The further parameters are for tests.
   static Status make(const std::string& secret, std::shared_ptr<const Tls>* result,
-                     uint64_t recordsPerKey = kRecordsPerKey);
+                     uint64_t recordsPerKey = kRecordsPerKey, bool isAesFirst = isAesFast());
   // Each side has a certificate by an authority that the other one trusts.
   static Status make(const TlsFiles& files, std::shared_ptr<const Tls>* result);
   ~Tls();
@@ -49,7 +52,7 @@ class Tls {
   static constexpr size_t kKeyBytes = 32;
 
   Tls() = default;
-  Status begin();
+  Status begin(bool isAesFirst);
   Status failure(const std::string& what) const;
   static unsigned clientKey(openssl::Ssl* ssl, const char* hint, char* identity, unsigned room,
                             unsigned char* key, unsigned keyRoom);

@@ -9,11 +9,12 @@ for a process, so each round starts a job of each kind, one after the other. A r
 over the rounds; ratios are of jobs of the same round, with their quartiles. The time of a job is
 the median over its calls on rank 0; that of init is the time of init_process_group.
 
-With one rank on each host, "at most" is what plain/encrypted would be if encrypted messages took no
-longer than plain ones and the cipher alone: plain / (plain + bytes that a rank encrypts and decrypts
-/ rate), at the rate of `openssl speed` in records of 16 KiB on one core.
+With one rank on each host, "at most" is what plain/encrypted would be if an encrypted message took
+as long as a plain one and the cipher alone: plain / (plain + bytes that a rank encrypts and
+decrypts / rate). The rate is that of `openssl speed` on one core, in records of 16 KiB.
 
---openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
+--openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs
+libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ for a process, so each round starts a job of each kind, one after the other. A r
 over the rounds; ratios are of jobs of the same round, with their quartiles. The time of a job is
 the median over its calls on rank 0; that of init is the time of init_process_group.
 
-With one rank on each host, "at most" is what plain/encrypted would be if an encrypted message took
-as long as a plain one and the cipher alone: plain / (plain + bytes that a rank encrypts and
-decrypts / rate). The rate is that of `openssl speed` on one core, in records of 16 KiB.
+With one rank on each host, the last column is plain / (plain + bytes that a rank encrypts and
+decrypts / rate), the ratio of a rank that does nothing more and nothing at the same time. The rate is
+that of `openssl speed` on one core, in records of 16 KiB.
 
 --openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs
 libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
@@ -96,7 +96,7 @@ def cipher_rate() -> float:
     return float(out.split()[-1].rstrip("k")) * 1000
 
 
-def at_most(row: str, plain: float, rate: float) -> str:
+def with_cipher(row: str, plain: float, rate: float) -> str:
     name, _, bytes_each = row.rpartition(" ")
     # Each rank of an all_reduce sends as many bytes as the tensor has, and receives as many.
     passes = {"all_reduce": 2, "send": 1}.get(name, 0)
@@ -170,7 +170,7 @@ def main() -> None:
     ratios = [(kind, "encrypted") for kind in kinds if kind not in ("encrypted", "other OpenSSL")]
     ratios += [("plain", "other OpenSSL")] * ("other OpenSSL" in kinds)
     rate = cipher_rate() if arguments.ranks == [1, 1] else 0.0
-    titles = [*kinds, *map("/".join, ratios)] + ["at most"] * bool(rate)
+    titles = [*kinds, *map("/".join, ratios)] + ["plain/(plain + cipher)"] * bool(rate)
     if rate:
         print(f"AES-128-GCM: {rate / 1e9:.2f} GB/s on one core\n")
     print(f"| | {' | '.join(titles)} |")
@@ -187,7 +187,7 @@ def main() -> None:
             cells.append(f"{middle:.2f} [{low:.2f} {high:.2f}]" if high else "")
         if rate:
             plain = statistics.median(job[row] for job in found["plain"] if job)
-            cells.append(at_most(row, plain, rate))
+            cells.append(with_cipher(row, plain, rate))
         print(f"| {row} | {' | '.join(cells)} |")
 
 

@@ -2,13 +2,19 @@
 
     ./dev python benchmarks/encryption.py --ranks 1,1
     ./dev python benchmarks/encryption.py --ranks 2,2 --rate 1gbit
+    ./dev python benchmarks/encryption.py --ranks 1,1 --sizes 64M --kinds plain,encrypted
 
 Network namespaces stand for hosts, as in hosts.py, which has more about them. Encryption is chosen
 for a process, so each round starts a job of each kind, one after the other. A row has the medians
 over the rounds; ratios are of jobs of the same round, with their quartiles. The time of a job is
 the median over its calls on rank 0; that of init is the time of init_process_group.
 
-gloo's TLS needs libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
+With one rank on each host, the last column is plain / (plain + bytes that a rank encrypts and
+decrypts / rate), the ratio of a rank that does nothing more and nothing at the same time. The rate is
+that of `openssl speed` on one core, in records of 16 KiB.
+
+--openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs
+libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
 """
 
 from __future__ import annotations
@@ -81,6 +87,24 @@ def certificate(folder: Path) -> dict[str, str]:
     }
 
 
+def cipher_rate() -> float:
+    """Bytes of AES-128-GCM in a second, on one core; 0 without the openssl program."""
+    if not shutil.which("openssl"):
+        return 0.0
+    words = ["openssl", "speed", "-evp", "aes-128-gcm", "-bytes", "16384", "-seconds", "2"]
+    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return float(out.split()[-1].rstrip("k")) * 1000
+
+
+def with_cipher(row: str, plain: float, rate: float) -> str:
+    name, _, bytes_each = row.rpartition(" ")
+    # Each rank of an all_reduce sends as many bytes as the tensor has, and receives as many.
+    passes = {"all_reduce": 2, "send": 1}.get(name, 0)
+    if not (passes and rate):
+        return ""
+    return f"{plain / (plain + passes * size(bytes_each) / rate):.2f}"
+
+
 def run_job(words: list[str], network: Network, ranks: list[int], env: dict[str, str],
             backend: str) -> dict[str, float]:  # fmt: skip
     places = [name for name, count in zip(network.names, ranks, strict=True) for _ in range(count)]
@@ -106,6 +130,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,1", help="of each host")
     parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
     parser.add_argument("--sizes", default="4,64K,1M,16M,64M")
+    parser.add_argument("--kinds", default="", help="plain,encrypted and perhaps gloo; else all")
+    parser.add_argument("--openssl", type=Path, help="a folder with another OpenSSL")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--work", type=int, default=200_000_000, help="bytes of each row and job")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -131,24 +157,37 @@ def main() -> None:
         }
         if not kinds["gloo TLS"][1]:
             del kinds["gloo TLS"]
+        chosen = arguments.kinds.split(",") if arguments.kinds else list(kinds)
+        kinds = {kind: each for kind, each in kinds.items() if kind in chosen}
+        if arguments.openssl:
+            folder_of = {"LD_LIBRARY_PATH": str(arguments.openssl)}
+            kinds["other OpenSSL"] = ("mycoll", {**kinds["encrypted"][1], **folder_of})
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for _ in range(arguments.rounds):
             for kind, (backend, env) in kinds.items():
                 found[kind].append(run_job(words, network, arguments.ranks, env, backend))
     print(f"Hosts of {arguments.ranks} ranks{f' at {arguments.rate}' * bool(arguments.rate)}; us\n")
-    ratios = [kind for kind in kinds if kind != "encrypted"]
-    print(f"| | {' | '.join(kinds)} | {' | '.join(f'{kind}/encrypted' for kind in ratios)} |")
-    print("|" + "---|" * (1 + len(kinds) + len(ratios)))
+    ratios = [(kind, "encrypted") for kind in kinds if kind not in ("encrypted", "other OpenSSL")]
+    ratios += [("plain", "other OpenSSL")] * ("other OpenSSL" in kinds)
+    rate = cipher_rate() if arguments.ranks == [1, 1] else 0.0
+    titles = [*kinds, *map("/".join, ratios)] + ["plain/(plain + cipher)"] * bool(rate)
+    if rate:
+        print(f"AES-128-GCM: {rate / 1e9:.2f} GB/s on one core\n")
+    print(f"| | {' | '.join(titles)} |")
+    print("|" + "---|" * (1 + len(titles)))
     for row in found["plain"][0]:
         cells = []
         for kind in kinds:
             times = [job[row] for job in found[kind] if job]
             cells.append(f"{statistics.median(times) * 1e6:.4g}" if times else "failed")
-        for kind in ratios:
-            pairs = zip(found[kind], found["encrypted"], strict=True)
+        for one, other in ratios:
+            pairs = zip(found[one], found[other], strict=True)
             each = [job[row] / encrypted[row] for job, encrypted in pairs if job and encrypted]
             low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else [0.0] * 3
             cells.append(f"{middle:.2f} [{low:.2f} {high:.2f}]" if high else "")
+        if rate:
+            plain = statistics.median(job[row] for job in found["plain"] if job)
+            cells.append(with_cipher(row, plain, rate))
         print(f"| {row} | {' | '.join(cells)} |")
 
 

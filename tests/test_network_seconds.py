@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from faults.deaths import all_reduce_forever
 from faults.harness import Seen, Skip, Stage, answers, attempt_and_leave
 from faults.network import meet, router, wait_until_joined
+from worlds.pool import World
 from worlds.worker import Ctx
 
 TIMEOUT = 13.0
 # Above and below the default of 10 s, and of the group's timeout: what the error is, shows which
 # of them was in force.
 # The text of the network's own error has "Connection timed out" in it.
-CASES = (("3", "timed out after", False), ("60", "timed out after", True))
+CASES = (
+    ("3", "0", "timed out after", False),
+    ("60", "0", "timed out after", True),
+    ("3", "1", "timed out after", False),  # with encryption
+)
 
 
 def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
@@ -20,16 +27,24 @@ def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
     return attempt_and_leave(lambda: all_reduce_forever(0.01))
 
 
-def test_network_seconds_bounds_a_silent_network(pool, backend):
+def test_network_seconds_bounds_a_silent_network(pool, backend, tmp_path):
     if backend != "mycoll":
         pytest.skip("gloo believes it for ever")
     stage = Stage(pool, "tcp")
+    secret = tmp_path / "secret"
+    secret.write_bytes(os.urandom(32))
+
+    def start(seconds: str, encrypt: str) -> World:
+        env = {
+            "MYCOLL_NETWORK_SECONDS": seconds,
+            "MYCOLL_ENCRYPT": encrypt,
+            "MYCOLL_SECRET_FILE": str(secret),
+        }
+        return pool.fresh(pool.spec(2, "tcp", init=False, env=env))
+
     try:
         with router(stage) as net:
-            worlds = [
-                pool.fresh(pool.spec(2, "tcp", init=False, env=(("MYCOLL_NETWORK_SECONDS", s),)))
-                for s, _, _ in CASES
-            ]
+            worlds = [start(seconds, encrypt) for seconds, encrypt, _, _ in CASES]
             try:
                 for i, world in enumerate(worlds):
                     world.start(cut_off, net.hosts, 29_740 + i)
@@ -42,7 +57,7 @@ def test_network_seconds_bounds_a_silent_network(pool, backend):
                     world.kill()
     except Skip as reason:
         pytest.skip(str(reason))
-    for (seconds, word, is_there), seen in zip(CASES, found, strict=True):
+    for (seconds, _, word, is_there), seen in zip(CASES, found, strict=True):
         for one in seen.values():
             assert isinstance(one, Seen) and one.kind == "DistBackendError", (seconds, one)
             assert (word in one.text) == is_there, (seconds, one.text)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
 from test_random_walk import walk
 from worlds.elastic_walk import ElasticCrew
-from worlds.hosts import enter, ip, join, namespaces
+from worlds.hosts import Capture, enter, ip, join, namespaces
 from worlds.smoke import smoke
 from worlds.worker import Ctx
 
@@ -152,6 +152,12 @@ def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
         assert access == ["UNIFIED" if other in near else "SEPARATE" for other in range(4)]
 
 
+def encryption(folder: Path, is_on: bool) -> dict[str, str]:
+    secret = folder / "secret"
+    secret.write_bytes(os.urandom(32))
+    return {"MYCOLL_SECRET_FILE": str(secret), "MYCOLL_ENCRYPT": str(int(is_on))}
+
+
 def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:
     here = ctx.store("before the kill")  # the connection stays, whatever host this thread enters
     enter(names[ctx.rank // 3])
@@ -171,11 +177,14 @@ def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) ->
     return attempt(go_on)
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("numel", [10, 3_000_000])
 @pytest.mark.parametrize("victim", [3, 4])
-def test_a_rank_dies_on_one_of_two_hosts(fresh, mycoll_only, hosts, victim, numel):
+def test_a_rank_dies_on_one_of_two_hosts(
+    fresh, mycoll_only, hosts, tmp_path, victim, numel, encrypt
+):
     """Ranks of its host wait for it in shared memory, the others for messages. All hear of it."""
-    world = fresh(6, init=False)
+    world = fresh(6, init=False, env=encryption(tmp_path, encrypt))
     world.start(dies_on_a_host, hosts, victim, numel)
     for seen in answers(world, (victim,)).values():
         assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
@@ -199,6 +208,41 @@ def test_another_secret_on_one_of_two_hosts(fresh, mycoll_only, hosts, tmp_path,
     for seen in world.run(has_another_secret, hosts, odd, [str(path) for path in paths]):
         assert "must be the same everywhere" in seen.text, seen
         assert seen.seconds < SUITE_PATIENCE / 2, seen
+
+
+PATTERN = bytes(range(97, 123))
+
+
+def sends_a_pattern(ctx: Ctx, names: tuple[str, str]) -> None:
+    enter(names[ctx.rank])
+    os.environ["MYCOLL_SOCKET_IFNAME"] = "veth0"
+    url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
+    dist.init_process_group(
+        ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
+    )
+    sent = PATTERN * ((1 << 20) // len(PATTERN))
+    x = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    dist.broadcast(x if ctx.rank == 0 else x.zero_(), 0)
+    ctx.equal(bytes(x.numpy()), sent)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_a_capture_shows_a_tensor_only_without_encryption(
+    fresh, mycoll_only, hosts, tmp_path, encrypt
+):
+    capture = Capture(hosts[1], "veth0")
+    try:
+        fresh(2, init=False, env=encryption(tmp_path, encrypt)).run(sends_a_pattern, hosts)
+    finally:
+        seen = capture.end()
+    assert len(seen) > 1 << 20
+    pieces = [(PATTERN * 2)[i : i + 8] for i in range(len(PATTERN))]
+    found = [seen.count(each) for each in pieces]
+    if encrypt:
+        assert not any(found), found
+    else:  # but where a packet ends
+        assert min(found) > 0.9 * (1 << 20) / len(PATTERN), found
 
 
 def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:

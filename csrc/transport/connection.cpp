@@ -238,7 +238,7 @@ void Connection::finishSending() NO_THREAD_SAFETY_ANALYSIS {
 }
 
 bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
-  return state_ != State::kOpen || isShm_ || sender_.hasArrived();
+  return state_ != State::kOpen || sender_.hasArrived();
 }
 
 void Connection::lose() {

@@ -246,25 +246,15 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   const Deadline never = Deadline::never();
   if (isShm) (void)local_.sleeper.watch(fd);
   hasProved_ = false;
-  std::shared_ptr<TlsSocket> tls;
-  if (local_.options.tls && !isShm) {
-    tls = std::make_shared<TlsSocket>(local_.options.tls, fd, /*isConnector=*/true);
-    TlsOpened opened(*tls, never);
-    co_await opened;
-    if (opened.hasFailed() && tls->failure().empty()) co_return hungUp(isShm);
-    if (opened.hasFailed()) {
-      isDistrusted_ = true;
-      co_return Status(Code::kNetwork,
-                       "has another secret, or does not encrypt (" + tls->failure() + ")");
-    }
-  }
-  const HandshakeSocket stream{fd, tls.get()};
+  HandshakeSocket stream(fd, isShm ? nullptr : local_.options.tls, /*isConnector=*/true);
   hello_.isShm = isShm;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello_.nonce, sizeof(hello_.nonce)));
-  if (!sendWhole(stream, &hello_, sizeof(hello_))) co_return hungUp(isShm);
+  if (!stream.send(&hello_, sizeof(hello_))) co_return hungUp(isShm);
   Challenge challenge;
   ReadExactly readChallenge(stream, &challenge, sizeof(challenge), never);
   co_await readChallenge;
+  isDistrusted_ |= !stream.failure().empty();
+  if (!stream.failure().empty()) co_return Status(Code::kNetwork, stream.failure());
   if (readChallenge.hasFailed()) co_return hungUp(isShm);
   if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
     co_return notNow(challenge.outcome);
@@ -288,7 +278,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
       co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
     }
     rings->closeFd();
-  } else if (!sendWhole(stream, &proof, sizeof(proof))) {
+  } else if (!stream.send(&proof, sizeof(proof))) {
     co_return hungUp(isShm);
   }
   Verdict verdict;
@@ -300,7 +290,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
   link_ =
-      local_.makeLink(peer_, std::move(socket), std::move(rings), RingSide::kMaker, std::move(tls));
+      local_.makeLink(peer_, std::move(socket), std::move(rings), RingSide::kMaker, stream.tls());
   link_.id = idOf(proof);
   co_return Status();
 }

@@ -169,25 +169,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
   const int fd = visitor->socket.get();
   Deadline deadline = visitor->deadline;
   const Status refused(Code::kNetwork, "refused");
-  std::shared_ptr<TlsSocket> tls;
-  if (local_.options.tls && !visitor->isUnix) {
-    tls = std::make_shared<TlsSocket>(local_.options.tls, fd, /*isConnector=*/false);
-    TlsOpened opened(*tls, deadline);
-    co_await opened;
-    if (opened.hasFailed()) {
-      if (!tls->failure().empty()) {
-        MYCOLL_LOG_WARN(
-            "refused a connection: the peer has another secret, or does not encrypt (%s)",
-            tls->failure().c_str());
-      }
-      co_return refused;
-    }
-    visitor->namesUs = true;  // it knows the key of the job
-  }
-  const HandshakeSocket stream{fd, tls.get()};
+  HandshakeSocket stream(fd, visitor->isUnix ? nullptr : local_.options.tls, /*isConnector=*/false);
   Hello hello;
   ReadExactly readHello(stream, &hello, sizeof(hello), deadline);
   co_await readHello;
+  const std::string failure = stream.failure();
+  if (!failure.empty()) MYCOLL_LOG_WARN("refused a connection: the peer %s", failure.c_str());
   if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
       hello.version != kProtocolVersion || (hello.isShm && hello.joins) ||
       (hello.isShm != 0) != visitor->isUnix ||
@@ -206,7 +193,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     Challenge answer{};
     answer.outcome =
         isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
-    (void)sendWhole(stream, &answer, sizeof(answer));
+    (void)stream.send(&answer, sizeof(answer));
     co_return refused;
   }
   deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
@@ -222,7 +209,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
   challenge.mac = acceptorProof(secret, hello, challenge.nonce);
-  if (!sendWhole(stream, &challenge, sizeof(challenge))) co_return refused;
+  if (!stream.send(&challenge, sizeof(challenge))) co_return refused;
   Proof proof;
   Fd memory;
   ReadExactly readProof(stream, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
@@ -245,12 +232,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
                                       proof.cookie, sizeof(proof.cookie)) == 0;
     if (!isMapped) verdict.outcome = Outcome::kRefused;
   }
-  if (!sendWhole(stream, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
+  if (!stream.send(&verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
     co_return refused;
   }
   Link& link = visitor->entrant.link;
   link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker,
-                         std::move(tls));
+                         stream.tls());
   link.id = idOf(proof);
   co_return Status();
 }

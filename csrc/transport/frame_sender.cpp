@@ -1,9 +1,5 @@
 #include "transport/frame_sender.h"
 
-#include <linux/sockios.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -198,25 +194,8 @@ void FrameSender::shutDown() const {
 }
 
 bool FrameSender::hasArrived() const {
-  bool hasAll = true;
-  for (const Lane& lane : lanes_) {
-    const int fd = lane.link->fd();
-    char discarded[16 * 1024];
-    // Limited, as the peer may continue to send.
-    for (int i = 0; i < 64; ++i) {
-      if (recv(fd, discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
-    }
-    // A peer that has reset the connection acknowledges nothing any more.
-    tcp_info info{};
-    socklen_t size = sizeof(info);
-    (void)getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size);
-    if (info.tcpi_state == TCP_CLOSE) continue;
-    // The FIN of shutDown() counts as one byte. Its receiver may delay the acknowledgement, by 40
-    // ms and more; nobody needs it.
-    int unacknowledged = 0;
-    hasAll &= ioctl(fd, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged <= 1;
-  }
-  return hasAll;
+  return std::all_of(lanes_.begin(), lanes_.end(),
+                     [](const Lane& lane) { return lane.link->hasArrived(); });
 }
 
 void FrameSender::close() {

@@ -77,8 +77,7 @@ class FrameSender {
   }
   // Sockets: nothing more is sent, which the peer detects.
   void shutDown() const REQUIRES(ioRole);
-  // Sockets: whether the peer has acknowledged everything. Reads and discards what the peer still
-  // sends (tcp/link.h).
+  // Whether everything that was sent has arrived.
   bool hasArrived() const REQUIRES(ioRole);
   // Drops all items, and returns the mailboxes of their requests.
   std::set<Mailbox*> dropAll() REQUIRES(ioRole);

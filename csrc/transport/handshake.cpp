@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/peer.h"
 #include "transport/shm/link.h"
@@ -74,18 +75,37 @@ bool isSameUser(int socket) {
   return peer.uid == geteuid() || peer.uid == 0 || geteuid() == 0;
 }
 
+bool HandshakeSocket::send(const void* data, size_t bytes) {
+  const Span part{const_cast<void*>(data), bytes};
+  if (tls_ && tls_->shakeHands() != TlsSocket::State::kOpen) {
+    return first_.assign(part.begin(), bytes), true;
+  }
+  const ssize_t sent =
+      tls_ ? tls_->write(&part, 1) : ::send(fd_, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  return sent == static_cast<ssize_t>(bytes);
+}
+
+ssize_t HandshakeSocket::receive(char* data, size_t bytes, Fd* descriptor) {
+  if (descriptor) return receiveDescriptor(fd_, descriptor, data, bytes);
+  if (!tls_) return recv(fd_, data, bytes, MSG_DONTWAIT);
+  const TlsSocket::State state = tls_->shakeHands();
+  if (state == TlsSocket::State::kFailed) return 0;
+  if (state == TlsSocket::State::kShakingHands) return errno = EAGAIN, -1;
+  const std::string first = std::exchange(first_, "");
+  if (!first.empty() && !send(first.data(), first.size())) return 0;
+  tls_->onEvent(false);
+  const ssize_t got = tls_->read(data, bytes);
+  return got != 0 ? got : (errno = EAGAIN, -1);
+}
+
+std::string HandshakeSocket::failure() const {
+  if (!tls_ || tls_->failure().empty()) return "";
+  return "has another secret, or does not encrypt (" + tls_->failure() + ")";
+}
+
 bool ReadExactly::ready() {
   while (bytes_ > 0 && !failed_) {
-    ssize_t got;
-    if (tls_) {
-      tls_->onEvent(false);
-      got = tls_->read(data_, bytes_);
-      if (got == 0) return late();
-      if (got < 0) return fail();
-    } else {
-      got = descriptor_ ? receiveDescriptor(socket_, descriptor_, data_, bytes_)
-                        : recv(socket_, data_, bytes_, MSG_DONTWAIT);
-    }
+    const ssize_t got = socket_.receive(data_, bytes_, descriptor_);
     if (got > 0) {
       data_ += got;
       bytes_ -= static_cast<size_t>(got);
@@ -95,20 +115,6 @@ bool ReadExactly::ready() {
       return fail();
     }
   }
-  return true;
-}
-
-bool sendWhole(HandshakeSocket socket, const void* data, size_t bytes) {
-  const Span part{const_cast<void*>(data), bytes};
-  const ssize_t sent = socket.tls ? socket.tls->write(&part, 1)
-                                  : ::send(socket.fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-  return sent == static_cast<ssize_t>(bytes);
-}
-
-bool TlsOpened::ready() {
-  const TlsSocket::State state = tls_.shakeHands();
-  if (state == TlsSocket::State::kShakingHands) return late();
-  if (state != TlsSocket::State::kOpen) fail();
   return true;
 }
 

@@ -33,6 +33,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "base/deadline.h"
@@ -105,15 +106,27 @@ Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
-// The socket of a handshake.
-struct HandshakeSocket {
-  int fd = -1;
-  TlsSocket* tls = nullptr;  // not null: the socket is encrypted, and its handshake is done
-};
+// The socket of a handshake. receive() also continues TLS's own handshake, if there is one.
+class HandshakeSocket {
+ public:
+  // The descriptor outlives this. tls: null if the socket is not to be encrypted.
+  HandshakeSocket(int fd, const std::shared_ptr<const Tls>& tls, bool isConnector)
+      : fd_(fd), tls_(tls ? std::make_shared<TlsSocket>(tls, fd, isConnector) : nullptr) {}
 
-// Sends all of a handshake's message. Returns false if the socket is broken: a fresh one has room
-// for so few bytes.
-bool sendWhole(HandshakeSocket socket, const void* data, size_t bytes);
+  // Sends all of a message; the connector's first one when TLS's handshake is done. Returns false
+  // if the socket is broken: a fresh one has room for so few bytes.
+  bool send(const void* data, size_t bytes);
+  // As recv() without waiting. descriptor: null, or receives the one that comes with the bytes.
+  ssize_t receive(char* data, size_t bytes, Fd* descriptor);
+  // Why TLS's handshake has failed, as a predicate of the peer; else empty.
+  std::string failure() const;
+  const std::shared_ptr<TlsSocket>& tls() const { return tls_; }
+
+ private:
+  const int fd_;
+  const std::shared_ptr<TlsSocket> tls_;
+  std::string first_;  // waits for TLS's handshake
+};
 
 // ---- conditions: waiting for a socket without blocking -----------------------------------------
 
@@ -122,12 +135,11 @@ class SocketCondition : public Condition {
   bool hasFailed() const { return failed_; }
 
  protected:
-  SocketCondition(int socket, Deadline deadline) : socket_(socket), deadline_(deadline) {}
+  explicit SocketCondition(Deadline deadline) : deadline_(deadline) {}
   // A result of true ends the wait.
   bool fail() { return failed_ = true; }
   bool late() { return deadline_.expired() ? fail() : false; }
 
-  const int socket_;
   const Deadline deadline_;
   bool failed_ = false;
 };
@@ -135,40 +147,31 @@ class SocketCondition : public Condition {
 // Reads exactly this many bytes, and at most one descriptor with them.
 class ReadExactly final : public SocketCondition {
  public:
-  ReadExactly(HandshakeSocket socket, void* data, size_t bytes, Deadline deadline,
+  ReadExactly(HandshakeSocket& socket, void* data, size_t bytes, Deadline deadline,
               Fd* descriptor = nullptr)
-      : SocketCondition(socket.fd, deadline),
-        tls_(socket.tls),
+      : SocketCondition(deadline),
+        socket_(socket),
         data_(static_cast<char*>(data)),
         bytes_(bytes),
         descriptor_(descriptor) {}
   bool ready() override;
 
  private:
-  TlsSocket* const tls_;
+  HandshakeSocket& socket_;
   char* data_;
   size_t bytes_;
   Fd* descriptor_;
 };
 
-// Waits until TLS's own handshake is done or has failed.
-class TlsOpened final : public SocketCondition {
- public:
-  TlsOpened(TlsSocket& tls, Deadline deadline) : SocketCondition(tls.fd(), deadline), tls_(tls) {}
-  bool ready() override;
-
- private:
-  TlsSocket& tls_;
-};
-
 // Waits until a connection attempt has succeeded or failed.
 class Connected final : public SocketCondition {
  public:
-  Connected(int socket, Deadline deadline) : SocketCondition(socket, deadline) {}
+  Connected(int socket, Deadline deadline) : SocketCondition(deadline), socket_(socket) {}
   bool ready() override;
   int error() const { return error_; }  // the errno of the failure
 
  private:
+  const int socket_;
   int error_ = ETIMEDOUT;
 };
 

@@ -33,6 +33,8 @@ class LinkSender {
   // Sends a descriptor beside the bytes. Returns false if it could not be sent; some kinds of links
   // never can.
   virtual bool sendFd(int) { return false; }
+  // Whether the peer has everything that was sent, so that this process may end.
+  virtual bool hasArrived() const = 0;
 };
 
 class LinkReceiver {

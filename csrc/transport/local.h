@@ -60,8 +60,7 @@ struct Local {
   }
   Bell bellOf(const PeerAddress& peer) const { return Bell(bell.fd(), peer.uid); }
   // Makes this process's end of a connection that both sides have agreed on. segment: the memory of
-  // its rings; null over TCP.
-  // tls: null if the socket is not encrypted.
+  // its rings; null over TCP. tls: null if the socket is not encrypted.
   Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment, RingSide side,
                 std::shared_ptr<TlsSocket> tls) const;
 

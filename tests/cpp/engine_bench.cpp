@@ -6,6 +6,11 @@
 //
 //   OP: barrier all_reduce reduce broadcast all_gather gather reduce_scatter scatter all_to_all
 //       pingpong sendrecv (two ranks, both ways at once)
+//
+//   engine_bench init [ranks of a host] [ranks] [rounds]
+//
+//   How long a group takes to be made and to meet once, plain and encrypted in turns, on hosts that
+//   the processes pretend to be on.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,6 +27,8 @@
 #include <vector>
 
 #include "engine/communicator.h"
+#include "engine/engine.h"
+#include "transport/tcp/tls.h"
 
 using namespace mycoll;
 
@@ -35,6 +42,7 @@ class SharedStore final : public Store {
   SharedStore()
       : table_(static_cast<Table*>(mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE,
                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  ~SharedStore() override { munmap(table_, sizeof(Table)); }
 
   Status set(const std::string& key, const std::string& value) override {
     const Lock lock(*table_);
@@ -104,6 +112,67 @@ const std::map<std::string, OpKind> kCollectives = {
     {"scatter", OpKind::kScatter},
     {"all_to_all", OpKind::kAllToAll},
 };
+
+// The time of one round; shared between processes.
+struct Meeting {
+  std::atomic<int> ready;
+  std::atomic<double> millis;
+};
+
+// Processes that begin at the same time make a group of their own, and meet.
+double millisOfInit(int ranks, int ranksOfHost, const std::shared_ptr<const Tls>& tls) {
+  const auto store = std::make_shared<SharedStore>();
+  auto* const meeting = static_cast<Meeting*>(
+      mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (fork() != 0) continue;
+    MeshOptions mesh;
+    mesh.storeHost = "127.0.0.1";
+    mesh.host = " host " + std::to_string(rank / ranksOfHost);
+    mesh.tls = tls;
+    GroupOptions options;
+    options.name = "engine_bench";
+    options.rank = rank;
+    options.ranks = ranks;
+    for (++meeting->ready; meeting->ready < ranks;) usleep(100);
+    const Clock::time_point start = Clock::now();
+    std::shared_ptr<Engine> engine;
+    check(Engine::create(mesh, &engine));
+    std::shared_ptr<Communicator> group;
+    check(Communicator::create(options, store, engine, &group));
+    Call call;
+    call.kind = OpKind::kBarrier;
+    check(group->wait(group->submit(std::move(call), nullptr, true), Deadline::never()));
+    const std::chrono::duration<double, std::milli> took = Clock::now() - start;
+    if (rank == 0) meeting->millis = took.count();
+    group->close(Deadline::after(std::chrono::milliseconds(2000)));
+    _exit(0);
+  }
+  for (int status = 0; wait(&status) > 0;) {
+    if (status != 0) _exit(1);
+  }
+  const double millis = meeting->millis;
+  munmap(meeting, sizeof(Meeting));
+  return millis;
+}
+
+int benchInit(int ranksOfHost, int ranks, int rounds) {
+  std::shared_ptr<const Tls> tls;
+  check(Tls::make("a secret of the job", &tls));
+  std::vector<double> plain, encrypted, ratios;
+  for (int round = 0; round < rounds; ++round) {
+    plain.push_back(millisOfInit(ranks, ranksOfHost, nullptr));
+    encrypted.push_back(millisOfInit(ranks, ranksOfHost, tls));
+    ratios.push_back(encrypted.back() / plain.back());
+  }
+  for (auto* each : {&plain, &encrypted, &ratios}) std::sort(each->begin(), each->end());
+  const size_t half = ratios.size() / 2, quarter = ratios.size() / 4;
+  std::printf(
+      "init of %d ranks, %d on each host: plain %.1f ms, encrypted %.1f, ratio %.2f [%.2f %.2f]\n",
+      ranks, ranksOfHost, plain[half], encrypted[half], ratios[half], ratios[quarter],
+      ratios[ratios.size() - 1 - quarter]);
+  return 0;
+}
 
 struct Bench {
   std::string op;
@@ -219,6 +288,10 @@ struct Bench {
 
 int main(int argc, char** argv) {
   auto number = [&](int at, long otherwise) { return argc > at ? atol(argv[at]) : otherwise; };
+  if (argc > 1 && std::string("init") == argv[1]) {
+    return benchInit(static_cast<int>(number(2, 8)), static_cast<int>(number(3, 64)),
+                     static_cast<int>(number(4, 15)));
+  }
   const Bench bench{argc > 1 ? argv[1] : "all_reduce", static_cast<size_t>(number(2, 4)),
                     static_cast<int>(number(3, 2)), static_cast<int>(number(4, 10'000))};
   const bool isMessages = bench.op == "pingpong" || bench.op == "sendrecv";

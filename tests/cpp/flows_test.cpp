@@ -68,6 +68,7 @@ class Links final : public LinkTap {
     }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
+    bool hasArrived() const override { return link_->hasArrived(); }
 
    private:
     Links& links_;

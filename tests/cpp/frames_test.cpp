@@ -56,6 +56,7 @@ class Gate final : public LinkTap {
     }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
+    bool hasArrived() const override { return link_->hasArrived(); }
 
    private:
     Gate& gate_;

@@ -15,6 +15,7 @@ class PassingSender : public mycoll::LinkSender {
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
   bool sendFd(int fd) override { return link_->sendFd(fd); }
+  bool hasArrived() const override { return link_->hasArrived(); }
 
  protected:
   const std::unique_ptr<mycoll::LinkSender> link_;

@@ -101,6 +101,7 @@ class Sender final : public LinkSender {
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
   bool sendFd(int fd) override { return link_->sendFd(fd); }
+  bool hasArrived() const override { return link_->hasArrived(); }
 
  private:
   Weather& weather_;

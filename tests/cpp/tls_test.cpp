@@ -1,6 +1,7 @@
 // transport/tcp/tls: what arrives on an encrypted socket is what was sent, or an error.
 #include "transport/tcp/tls.h"
 
+#include <dlfcn.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "processes.h"
 #include "test.h"
 
 using namespace mycoll;
@@ -18,6 +20,10 @@ using namespace mycoll;
 namespace {
 
 constexpr char kSecret[] = "a secret of the job";
+
+// What is loaded instead of OpenSSL: another library, or nothing.
+const char* insteadOfOpenSsl = "libssl.so.3";
+int loads = 0;
 
 std::shared_ptr<const Tls> tlsOf(const std::string& secret) {
   std::shared_ptr<const Tls> tls;
@@ -105,6 +111,53 @@ struct Line {
 };
 
 }  // namespace
+
+extern "C" void* dlopen(const char* name, int flags) {
+  static const auto next = reinterpret_cast<decltype(&dlopen)>(dlsym(RTLD_NEXT, "dlopen"));
+  const bool isOpenSsl = name && std::strstr(name, "libssl");
+  loads += isOpenSsl;
+  return next(isOpenSsl ? insteadOfOpenSsl : name, flags);
+}
+
+// The first test, as a process loads OpenSSL once.
+TEST(Tls, theErrorNamesThePackage) {
+  ASSERT(loads == 0);
+  for (const std::string& library : {"libnone.so.3", "libm.so.6"}) {
+    test::endProcess(test::startProcess([&] {
+      insteadOfOpenSsl = library.c_str();
+      std::shared_ptr<const Tls> tls;
+      const Status status = Tls::make(kSecret, &tls);
+      EXPECT_EQ(status.code(), Code::kUnsupported);
+      const std::string why =
+          library == "libm.so.6" ? "lacks OPENSSL_init_ssl" : library + ": cannot";
+      for (const std::string& part : {std::string("apt install libssl3"), why}) {
+        if (status.message().find(part) == std::string::npos) EXPECT_EQ(status.message(), part);
+      }
+    }));
+  }
+}
+
+TEST(Tls, ciphers) {
+  for (const bool isAesFirst : {true, false}) {
+    Line line;
+    for (const int side : {0, 1}) {
+      ASSERT_OK(Tls::make(kSecret, &line.tls[side], Tls::kRecordsPerKey, isAesFirst));
+      line.end[side] =
+          std::make_unique<TlsSocket>(line.tls[side], line.socket[side].get(), side == 0);
+    }
+    line.shakeHands();
+    for (const int side : {0, 1}) {
+      EXPECT_EQ(line.tls[side]->describe(),
+                isAesFirst ? "TLS 1.3 PSK, AES-128-GCM" : "TLS 1.3 PSK, ChaCha20-Poly1305");
+    }
+    const std::string record = line.sealed("forty-two");
+    line.give(1, record);
+    std::string got;
+    EXPECT_EQ(line.read(1, &got), 9);
+    EXPECT_EQ(got, "forty-two");
+    EXPECT(line.refuses(record));
+  }
+}
 
 TEST(Tls, bytesArriveInOrder) {
   Line line;

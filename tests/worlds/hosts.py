@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
+import struct
 import subprocess
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 CLONE_NEWNET = 0x40000000
+# Of Linux's headers.
+ALL_PROTOCOLS, RECEIVE_BUFFER_FORCE, PACKETS, PACKET_STATISTICS = 3, 33, 263, 6
 
 
 def ip(*words: str) -> None:
@@ -47,3 +52,39 @@ def enter(namespace: str) -> None:
     if libc.setns(fd, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
     os.close(fd)
+
+
+class Capture:
+    """What passes an interface of a namespace. The caller is root."""
+
+    def __init__(self, namespace: str, link: str) -> None:
+        self.seen = bytearray()
+        self.is_over = False
+        opened = threading.Event()
+
+        def record() -> None:
+            enter(namespace)  # this thread only
+            with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS)) as s:
+                s.setsockopt(socket.SOL_SOCKET, RECEIVE_BUFFER_FORCE, 256 << 20)
+                s.bind((link, 0))
+                s.settimeout(0.1)
+                opened.set()
+                while True:
+                    try:
+                        self.seen += s.recv(1 << 18)
+                    except TimeoutError:
+                        if self.is_over:
+                            break
+                counts = s.getsockopt(PACKETS, PACKET_STATISTICS, 8)
+                self.lost = struct.unpack("II", counts)[1]
+
+        self.thread = threading.Thread(target=record, daemon=True)
+        self.thread.start()
+        assert opened.wait(10)
+
+    def end(self) -> bytes:
+        """All of it."""
+        self.is_over = True
+        self.thread.join()
+        assert self.lost == 0, "packets were not captured"
+        return bytes(self.seen)

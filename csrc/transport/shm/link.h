@@ -68,6 +68,7 @@ class ShmSender final : public LinkSender {
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_->get(); }
   bool sendFd(int fd) override;
+  bool hasArrived() const override { return true; }
 
  private:
   bool hasRoom();

@@ -1,7 +1,9 @@
 #include "transport/tcp/link.h"
 
+#include <linux/sockios.h>
 #include <linux/tcp.h>  // newer than <netinet/tcp.h>
 #include <netinet/in.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -13,10 +15,22 @@
 
 namespace mycoll {
 
+namespace {
+
+constexpr uint8_t kClosed = 7;  // TCP_CLOSE of <netinet/tcp.h>, which the newer header excludes
+
+// Returns the number of bytes that the kernel has filled in.
+size_t infoOf(int fd, tcp_info* info) {
+  *info = {};
+  socklen_t length = sizeof(*info);
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &length) == 0 ? length : 0;
+}
+
+}  // namespace
+
 std::chrono::microseconds roundTripOf(int fd) {
-  tcp_info info{};
-  socklen_t length = sizeof(info);
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+  tcp_info info;
+  const size_t length = infoOf(fd, &info);
   constexpr size_t kEnd = offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt);
   const bool isKnown = length >= kEnd && info.tcpi_min_rtt != ~uint32_t{0};
   return std::chrono::microseconds(isKnown ? info.tcpi_min_rtt : info.tcpi_rtt);
@@ -37,6 +51,21 @@ ssize_t TcpSender::write(const Span* parts, int count) {
     if (errno == EINTR) continue;
     return errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM ? 0 : -1;
   }
+}
+
+bool TcpSender::hasArrived() const {
+  char discarded[16 * 1024];
+  // Limited, as the peer may continue to send.
+  for (int i = 0; i < 64; ++i) {
+    if (recv(fd(), discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
+  }
+  // A peer that has reset the connection acknowledges nothing any more.
+  tcp_info info;
+  if (infoOf(fd(), &info) > 0 && info.tcpi_state == kClosed) return true;
+  // The FIN counts as one byte. Its receiver may delay the acknowledgement, by 40 ms and more;
+  // nobody needs it.
+  int unacknowledged = 0;
+  return ioctl(fd(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged <= 1;
 }
 
 ssize_t TcpReceiver::receive(void* data, size_t bytes) {

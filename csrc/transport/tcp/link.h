@@ -19,12 +19,14 @@ namespace mycoll {
 // The shortest round-trip time measured on this connection; 0: unknown.
 std::chrono::microseconds roundTripOf(int fd);
 
-class TcpSender final : public LinkSender {
+class TcpSender : public LinkSender {
  public:
   explicit TcpSender(Socket socket) : socket_(std::move(socket)) {}
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool) override {}  // the kernel wakes the peer
   int fd() const override { return socket_->get(); }
+  // Reads and discards what the peer still sends.
+  bool hasArrived() const override;
 
  private:
   Socket socket_;

@@ -2,41 +2,35 @@
 
 #include <dlfcn.h>
 
+#include <iterator>
 #include <string>
 
 namespace mycoll::openssl {
 namespace {
 
 constexpr const char* kNames[] = {"libssl.so.3", "libssl.so.1.1"};
-constexpr unsigned long kOldest = 0x10101000;
 
 Status open(Library* library) {
   void* handle = nullptr;
   std::string reason;
-  for (const char* name : kNames) {
-    if ((handle = dlopen(name, RTLD_NOW | RTLD_LOCAL))) break;
+  for (size_t i = 0; i < std::size(kNames) && !handle; ++i) {
+    handle = dlopen(kNames[i], RTLD_NOW | RTLD_LOCAL);
     if (const char* error = dlerror()) reason += (reason.empty() ? "" : "; ") + std::string(error);
   }
-  if (!handle) {
-    return Status(Code::kUnsupported,
-                  "encryption needs OpenSSL 3 or 1.1.1, which is not installed (Debian, Ubuntu: "
-                  "apt install libssl3; Fedora, RHEL: dnf install openssl-libs): " +
-                      reason);
-  }
-  const char* missing = nullptr;
+  if (handle) reason.clear();
   const auto find = [&](auto& function, const char* name) {
+    if (!reason.empty()) return;
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(handle, name));
-    if (!function) missing = name;
+    if (!function) reason = std::string("the library found lacks ") + name;
   };
 #define FIND(Result, name, parameters) find(library->name, #name);
   MYCOLL_OPENSSL_FUNCTIONS(FIND)
 #undef FIND
-  const bool isOld = missing || library->OpenSSL_version_num() < kOldest;
-  if (isOld) {
+  if (!reason.empty()) {
     return Status(Code::kUnsupported,
-                  std::string("encryption needs OpenSSL 3 or 1.1.1; the library found ") +
-                      (missing ? std::string("lacks ") + missing
-                               : std::string("is ") + library->OpenSSL_version(0)));
+                  "encryption needs OpenSSL 3 or 1.1.1 (Debian, Ubuntu: apt install libssl3; "
+                  "Fedora, RHEL: dnf install openssl-libs): " +
+                      reason);
   }
   // Threads of the engine may use it until the process ends.
   if (library->OPENSSL_init_ssl(kNoAtExit, nullptr) != 1) {

@@ -37,10 +37,8 @@ constexpr int kBioRetryRead = 1 | 8, kBioRetryFlags = 15;
 constexpr int kBioSourceSink = 0x0400;
 constexpr uint64_t kNoAtExit = 0x00080000;
 
-// The result, name and parameters of each function.
+// The result, name and parameters of each function. Version 1.1.1 is the first that has all.
 #define MYCOLL_OPENSSL_FUNCTIONS(FUNCTION)                                           \
-  FUNCTION(unsigned long, OpenSSL_version_num, ())                                   \
-  FUNCTION(const char*, OpenSSL_version, (int))                                      \
   FUNCTION(int, OPENSSL_init_ssl, (uint64_t, const void*))                           \
   FUNCTION(void, ERR_clear_error, ())                                                \
   FUNCTION(unsigned long, ERR_peek_error, ())                                        \

@@ -28,7 +28,18 @@ constexpr size_t kRecordBytes = 16 * 1024;
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
 constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
 
-bool hasAesInstructions() {
+// For what OpenSSL calls: it is loaded then.
+const openssl::Library& loaded() {
+  const openssl::Library* library = nullptr;
+  (void)openssl::Library::load(&library);
+  return *library;
+}
+
+}  // namespace
+
+// ---- Tls ---------------------------------------------------------------------------------------
+
+bool Tls::isAesFast() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("aes") && __builtin_cpu_supports("pclmul");
 #elif defined(__aarch64__)
@@ -39,10 +50,6 @@ bool hasAesInstructions() {
 #endif
 }
 
-}  // namespace
-
-// ---- Tls ---------------------------------------------------------------------------------------
-
 Tls::~Tls() {
   if (context_) library_->SSL_CTX_free(context_);
 }
@@ -52,13 +59,13 @@ Status Tls::failure(const std::string& what) const {
   return Status(Code::kInvalidArgument, what + (reason ? std::string(": ") + reason : ""));
 }
 
-Status Tls::begin() {
+Status Tls::begin(bool isAesFirst) {
   MYCOLL_RETURN_IF_ERROR(openssl::Library::load(&library_));
   const openssl::Library& library = *library_;
   library.ERR_clear_error();
   context_ = library.SSL_CTX_new(library.TLS_method());
   if (!context_) throw std::bad_alloc();
-  const char* const ciphers = hasAesInstructions() ? kAesFirst : kChaChaFirst;
+  const char* const ciphers = isAesFirst ? kAesFirst : kChaChaFirst;
   if (library.SSL_CTX_ctrl(context_, openssl::kSetMinVersion, openssl::kTls13, nullptr) != 1 ||
       library.SSL_CTX_ctrl(context_, openssl::kSetMaxVersion, openssl::kTls13, nullptr) != 1 ||
       library.SSL_CTX_set_ciphersuites(context_, ciphers) != 1 ||
@@ -91,10 +98,10 @@ Status Tls::fromEnv(std::shared_ptr<const Tls>* result) {
 }
 
 Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
-                 uint64_t recordsPerKey) {
+                 uint64_t recordsPerKey, bool isAesFirst) {
   std::shared_ptr<Tls> tls(new Tls);
   tls->recordsPerKey_ = recordsPerKey;
-  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  MYCOLL_RETURN_IF_ERROR(tls->begin(isAesFirst));
   const Digest key = hmacSha256(secret, kIdentity);
   static_assert(std::tuple_size_v<Digest> == kKeyBytes);
   tls->key_.assign(reinterpret_cast<const char*>(key.data()), key.size());
@@ -106,7 +113,7 @@ Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
 
 Status Tls::make(const TlsFiles& files, std::shared_ptr<const Tls>* result) {
   std::shared_ptr<Tls> tls(new Tls);
-  MYCOLL_RETURN_IF_ERROR(tls->begin());
+  MYCOLL_RETURN_IF_ERROR(tls->begin(isAesFast()));
   const openssl::Library& library = *tls->library_;
   const auto orNull = [](const std::string& path) { return path.empty() ? nullptr : path.c_str(); };
   const auto refuse = [&](const char* variable, const std::string& path) {
@@ -145,12 +152,8 @@ unsigned Tls::clientKey(openssl::Ssl* ssl, const char*, char* identity, unsigned
 
 unsigned Tls::serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
                         unsigned keyRoom) {
-  openssl::Library const* library = nullptr;
-  if (!openssl::Library::load(&library).ok() || keyRoom < kKeyBytes ||
-      std::strcmp(identity, kIdentity) != 0) {
-    return 0;
-  }
-  const auto* const tls = static_cast<const Tls*>(library->SSL_get_ex_data(ssl, 0));
+  if (keyRoom < kKeyBytes || std::strcmp(identity, kIdentity) != 0) return 0;
+  const auto* const tls = static_cast<const Tls*>(loaded().SSL_get_ex_data(ssl, 0));
   std::memcpy(key, tls->key_.data(), kKeyBytes);
   return kKeyBytes;
 }
@@ -208,12 +211,11 @@ TlsSocket::State TlsSocket::shakeHands() {
     tls_->cipher_.store(isAes ? "AES-128-GCM" : "ChaCha20-Poly1305", std::memory_order_relaxed);
     return state_ = isProved ? State::kOpen : State::kFailed;
   }
-  if (!isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead) {
-    return error_ != 0 ? state_ = State::kClosed : state_;
-  }
+  const bool isWaiting = !isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead;
+  if (isWaiting && error_ == 0) return state_;
   const char* reason = library_.ERR_reason_error_string(library_.ERR_peek_error());
-  if (isAtEnd_ || error_ != 0) return state_ = State::kClosed;
-  failure_ = std::string("TLS: ") + (reason ? reason : "the handshake failed");
+  if (!reason) reason = "the handshake failed";
+  if (!isAtEnd_ && error_ == 0) failure_ = std::string("TLS: ") + reason;
   return state_ = State::kFailed;
 }
 
@@ -297,9 +299,7 @@ ssize_t TlsSocket::read(void* data, size_t bytes) {
 // ---- what OpenSSL calls
 
 int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
-  const openssl::Library* library = nullptr;
-  (void)openssl::Library::load(&library);
-  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
+  auto* const self = static_cast<TlsSocket*>(loaded().BIO_get_data(bio));
   try {
     self->out_.append(data, static_cast<size_t>(bytes));
   } catch (const std::bad_alloc&) {
@@ -309,10 +309,9 @@ int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
 }
 
 int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
-  const openssl::Library* library = nullptr;
-  (void)openssl::Library::load(&library);
-  auto* const self = static_cast<TlsSocket*>(library->BIO_get_data(bio));
-  library->BIO_clear_flags(bio, openssl::kBioRetryFlags);
+  const openssl::Library& library = loaded();
+  auto* const self = static_cast<TlsSocket*>(library.BIO_get_data(bio));
+  library.BIO_clear_flags(bio, openssl::kBioRetryFlags);
   while (self->isReadable_) {
     const ssize_t got = recv(self->socket_, data, static_cast<size_t>(bytes), MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
@@ -324,7 +323,7 @@ int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
     return static_cast<int>(got);
   }
   self->isReadable_ = false;
-  library->BIO_set_flags(bio, openssl::kBioRetryRead);
+  library.BIO_set_flags(bio, openssl::kBioRetryRead);
   return -1;
 }
 

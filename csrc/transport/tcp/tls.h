@@ -20,7 +20,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "base/types.h"
-#include "transport/link.h"
+#include "transport/tcp/link.h"
 #include "transport/tcp/openssl.h"
 
 namespace mycoll {
@@ -32,9 +32,12 @@ class Tls {
   // AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
   static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
 
-  // Both sides know this secret. recordsPerKey: for tests.
+  // Whether the processor has instructions for AES-GCM. Else ChaCha20-Poly1305 comes first.
+  static bool isAesFast();
+
+  // Both sides know this secret. The further parameters are for tests.
   static Status make(const std::string& secret, std::shared_ptr<const Tls>* result,
-                     uint64_t recordsPerKey = kRecordsPerKey);
+                     uint64_t recordsPerKey = kRecordsPerKey, bool isAesFirst = isAesFast());
   // Each side has a certificate by an authority that the other one trusts.
   static Status make(const TlsFiles& files, std::shared_ptr<const Tls>* result);
   ~Tls();
@@ -49,7 +52,7 @@ class Tls {
   static constexpr size_t kKeyBytes = 32;
 
   Tls() = default;
-  Status begin();
+  Status begin(bool isAesFirst);
   Status failure(const std::string& what) const;
   static unsigned clientKey(openssl::Ssl* ssl, const char* hint, char* identity, unsigned room,
                             unsigned char* key, unsigned keyRoom);
@@ -72,10 +75,10 @@ class TlsSocket {
   TlsSocket(const TlsSocket&) = delete;
   TlsSocket& operator=(const TlsSocket&) = delete;
 
-  enum class State { kShakingHands, kOpen, kClosed, kFailed };
+  enum class State { kShakingHands, kOpen, kFailed };
   // Continues the handshake as far as bytes have arrived.
   State shakeHands();
-  // kFailed: the reason.
+  // kFailed: the reason; empty if the connection was closed.
   const std::string& failure() const { return failure_; }
 
   // If this takes a part of a frame, the rest of that frame follows in the next calls: what is
@@ -88,7 +91,6 @@ class TlsSocket {
     hasMore_ = isReadable_ = true;
     isClosed_ |= isClosed;
   }
-  int fd() const { return socket_; }
 
  private:
   static int sendCallback(openssl::Bio* bio, const char* data, int bytes);
@@ -121,16 +123,13 @@ class TlsSocket {
   uint64_t records_ = 0;              // since the latest change of the key
 };
 
-class TlsSender final : public LinkSender {
+class TlsSender final : public TcpSender {
  public:
   TlsSender(Socket socket, std::shared_ptr<TlsSocket> tls)
-      : socket_(std::move(socket)), tls_(std::move(tls)) {}
+      : TcpSender(std::move(socket)), tls_(std::move(tls)) {}
   ssize_t write(const Span* parts, int count) override { return tls_->write(parts, count); }
-  void setAsleep(bool) override {}
-  int fd() const override { return socket_->get(); }
 
  private:
-  Socket socket_;
   std::shared_ptr<TlsSocket> tls_;
 };
 

@@ -167,10 +167,12 @@ def test_a_process_with_another_secret_is_in_no_group(tmp_path: Path, stranger: 
         handles = [crew.receive(number) for number in crew.living]
         for number in crew.living:
             crew.send(number, handles)
-        for number in crew.living:
-            found = crew.receive(number)
-            assert (found == "formed") == (stranger is None), found
-            assert stranger is None or "could not prove that it is a member" in found, found
+        found = [crew.receive(number) for number in crew.living]
+        if stranger is None:
+            assert found == ["formed"] * 3
+        else:  # ranks that do not trust each other may only see that the other one has ended
+            assert "formed" not in found
+            assert any("could not prove that it is a member" in each for each in found), found
 
 
 # --- torch's interface ----------------------------------------------------------------------------

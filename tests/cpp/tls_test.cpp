@@ -122,7 +122,7 @@ extern "C" void* dlopen(const char* name, int flags) {
 // The first test, as a process loads OpenSSL once.
 TEST(Tls, theErrorNamesThePackage) {
   ASSERT(loads == 0);
-  for (const std::string& library : {"libnone.so.3", "libm.so.6"}) {
+  for (const std::string library : {"libnone.so.3", "libm.so.6"}) {
     test::endProcess(test::startProcess([&] {
       insteadOfOpenSsl = library.c_str();
       std::shared_ptr<const Tls> tls;

@@ -324,7 +324,10 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   for (int rank : missing) {
     if (group_.membership.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
   }
-  const bool isExact = !gone.empty() && op.task.waitingFor()->isExact();
+  // Without memory that all share, a rank without a connection may have ended instead of left:
+  // others know that.
+  const bool isExact =
+      !gone.empty() && group_.membership.arena() && op.task.waitingFor()->isExact();
   if (isExact) {
     // A rank may have arrived, or have failed the group, after the first look and before it left.
     if (group_.membership.noticeFailure(runner_.current())) return;

@@ -10,8 +10,8 @@ over the rounds; ratios are of jobs of the same round, with their quartiles. The
 the median over its calls on rank 0; that of init is the time of init_process_group.
 
 With one rank on each host, the last column is plain / (plain + bytes that a rank encrypts and
-decrypts / rate), the ratio of a rank that does nothing more and nothing at the same time. The rate is
-that of `openssl speed` on one core, in records of 16 KiB.
+decrypts / rate), the ratio of a rank that does nothing more, and nothing at the same time. The
+rate is that of `openssl speed` on one core, in records of 16 KiB.
 
 --openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs
 libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.

@@ -180,7 +180,7 @@ void killSome(const std::vector<int>& killed) {
     children.push_back(startProcess([&] {
       runRank(rank, kAll, meshOf(rank), store, [](Communicator& group) {
         for (int i = 0; i < 2; ++i) EXPECT_OK(run(group, call(OpKind::kBarrier)));
-        alarm(120);  // should nobody kill it
+        alarm(400);  // should nobody kill it
         pause();
       });
     }));

@@ -7,6 +7,8 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -81,6 +83,34 @@ def test_200_groups(fresh, transport):
     for cost in fresh(4, transport, init=False).run(many_groups, deadline=150):
         assert cost["threads"] <= OUR_THREADS, cost
         assert cost["fds"] <= EXTRA_FDS, cost
+
+
+BESIDE_A_GLOO_WORLD = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+
+def make_and_destroy():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3), group=dist.new_group(backend="mycoll"))
+    world = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    return world
+
+assert make_and_destroy()() is None, "the world is kept after its destruction"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed.nn
+torch.distributed.nn.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_world_of_another_backend_is_freed():
+    """gloo's threads end with it. If they lived on, one might drop a tensor while Python ends, for
+    which torch ends the process."""
+    command = [sys.executable, "-c", BESIDE_A_GLOO_WORLD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def half_begun_groups(ctx: Ctx) -> int:

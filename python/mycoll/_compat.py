@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -328,8 +330,7 @@ def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]
 def _give_all_gather_a_gradient() -> None:
     """torch.distributed.nn refuses the gradient of all_gather_into_tensor to all backends but nccl
     and xccl."""
-    from torch.distributed.nn import functional
-
+    functional = _import_functional()
     function = getattr(functional, "_AllGatherBase", None)
     if function is None:
         return
@@ -345,6 +346,23 @@ def _give_all_gather_a_gradient() -> None:
         return None, mine, None
 
     function.backward = staticmethod(backward)
+
+
+def _import_functional() -> types.ModuleType:
+    """Imports torch.distributed.nn.functional. Its functions take the world at the time of the
+    import as their default group: they would keep that group alive after its destruction, and use
+    it instead of a later one."""
+    name = "torch.distributed.nn.functional"
+    if name in sys.modules:
+        return sys.modules[name]  # the program has imported it
+    module = importlib.import_module(name)
+    for function in vars(module).values():
+        if isinstance(function, types.FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(value, ProcessGroup) else value
+                for value in function.__defaults__
+            )
+    return module
 
 
 def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:

@@ -245,6 +245,40 @@ def test_a_capture_shows_a_tensor_only_without_encryption(
         assert min(found) > 0.9 * (1 << 20) / len(PATTERN), found
 
 
+def device_sends_a_pattern(ctx: Ctx, names: tuple[str, str]) -> None:
+    enter(names[ctx.rank])
+    os.environ.update(MYCOLL_SOCKET_IFNAME="veth0", MYCOLL_CUDA="auto")
+    url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
+    dist.init_process_group(
+        ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
+    )
+    sent = PATTERN * ((1 << 20) // len(PATTERN))
+    x = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(ctx.device)
+    dist.broadcast(x if ctx.rank == 0 else x.zero_(), 0)
+    if ctx.rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x.zero_(), 0)
+    ctx.equal(bytes(x.cpu().numpy()), sent)
+    dist.destroy_process_group()
+
+
+def test_tensors_of_a_device_are_encrypted_between_hosts(
+    fresh_device_world, mycoll_only, hosts, tmp_path
+):
+    """NCCL would send them unencrypted."""
+    world = fresh_device_world(2, "nccl", init=False, env=encryption(tmp_path, True))
+    capture = Capture(hosts[1], "veth0")
+    try:
+        world.run(device_sends_a_pattern, hosts)
+    finally:
+        seen = capture.end()
+    assert len(seen) > 2 << 20  # of the broadcast and of the message
+    assert not any(seen.count((PATTERN * 2)[i : i + 8]) for i in range(len(PATTERN)))
+    warned = [member.log_tail().count("NCCL does not encrypt") for member in world.members]
+    assert warned == [1, 0], "one warning says so"
+
+
 def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
     enter(names[ctx.rank])
     try:

@@ -90,6 +90,7 @@ struct PathChoice::Proposal {
 PathChoice::Report PathChoice::report(c10::Device device) {
   Report report;
   report.choice = static_cast<uint8_t>(Env::process().cuda);
+  report.host = fnv1a(hostIdentity());
   const nccl::Library* library = nullptr;
   const Status status = findNccl(&library);
   if (status.ok()) {
@@ -135,7 +136,7 @@ Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vect
                "torch.cuda.set_device(local_rank)";
     }
   }
-  const auto isElsewhere = [&](const Report& each) { return each.kernel != first.kernel; };
+  const auto isElsewhere = [&](const Report& each) { return each.host != first.host; };
   if (Env::process().encrypts() && std::any_of(reports.begin(), reports.end(), isElsewhere)) {
     reason = "NCCL does not encrypt what it sends between hosts, as MYCOLL_ENCRYPT=1 asks for";
   }

@@ -27,6 +27,7 @@ class PathChoice {
     uint8_t choice = 0;      // CudaPath
     uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: unknown
     uint32_t kernel = 0;     // hash that distinguishes machines of one name
+    uint64_t host = 0;       // hash of the machine and its network namespace
     char gpu[48] = {};       // the GPU and its host; empty: unknown
     char reason[200] = {};
   };

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def checkout(tmp_path: Path) -> Path:
     for name in ("dev", "requirements-dev.txt", "CMakePresets.json"):
         shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     return tmp_path
 
 

@@ -1,0 +1,18 @@
+# ./dev soak: long random tests. dev sources this file.
+
+verb_soak() {
+  local programs="simulation|fuzz|handshake_fuzz|plan" seeds=5000 inputs=100000 restarts=200
+  if [[ ${1:-} == --short ]]; then
+    shift
+    programs="simulation|fuzz|handshake_fuzz" seeds=100 inputs=250 restarts=0
+  fi
+  build
+  export FUZZ_SEEDS="${FUZZ_SEEDS:-$inputs}" SIMULATION_SEEDS="${SIMULATION_SEEDS:-$seeds}"
+  export PLAN_WORLDS="${PLAN_WORLDS:-5000}" SOAK_RESTARTS="${SOAK_RESTARTS:-$restarts}"
+  MYCOLL_LOG=off nice ctest --test-dir "$TREE" -R "^($programs)_test\." -j 4 --timeout 1000000 \
+    --output-on-failure --no-tests=error || die "a simulated network or an input of the fuzz tests found something"
+  [[ $SOAK_RESTARTS != 0 ]] || return 0
+  ELASTIC_STEPS="${ELASTIC_STEPS:-1000}" nice "$PYTHON" -m pytest --rootdir "$ROOT" --timeout 0 \
+    "$ROOT/tests/test_elastic_walk.py" -k any_walk || die "a walk of an elastic group found something"
+  exec nice "$PYTHON" -m mycoll faults --backend mycoll --only 16 "$@"
+}

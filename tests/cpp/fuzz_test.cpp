@@ -175,7 +175,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
                           {other.data() + kBytes, kBytes});
     listeners[1].agreement().begin(1, message());
     mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
-    const Deadline deadline = Deadline::after(std::chrono::milliseconds(2000));
+    const Deadline deadline = Deadline::after(std::chrono::seconds(60));
     for (int quiet = 0; quiet < 20 && !deadline.expired();) {
       bool moved = meshes[0]->progress();
       moved |= meshes[1]->progress();

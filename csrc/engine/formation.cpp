@@ -30,7 +30,8 @@ using Milliseconds = std::chrono::milliseconds;
 constexpr auto kTick = Milliseconds(50);
 // Time for a rank that is gone to come again, and for rank 0 to report the missing ranks.
 constexpr auto kAgain = Milliseconds(1000);
-// Time for a rank that is in no round to receive rank 0's error, except at the deadline.
+// Time for a rank that is in no round to receive rank 0's error, except at the deadline. If there
+// is a store, it finds the error there.
 constexpr auto kNotify = Milliseconds(3000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
 constexpr auto kPartial = Milliseconds(100);
@@ -96,8 +97,8 @@ class Forming : public Formation {
 
   // Returns when something may have happened, at the latest after this time.
   void pause(Milliseconds atMost);
-  // Passes on what is queued for the other ranks, at the latest for this time.
-  void flush(Milliseconds atMost);
+  // Passes on what is queued for the other ranks, at most until the deadline.
+  void flush(Deadline end);
 
   Clock::duration waited() const { return Clock::now() - began_; }
   Milliseconds pollPause(Milliseconds shortest) const {
@@ -182,13 +183,14 @@ Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
   if (status.ok()) status = attend();
-  if (status.ok() || !spread(status)) {
-    flush(kAgain);
-    return round_->result(result);
-  }
-  flush(status.code() == Code::kInterrupted ? kTick
-        : status.code() == Code::kTimeout   ? kAgain
-                                            : kNotify);
+  const Code code = status.code();
+  const bool isShort = status.ok() || code == Code::kTimeout || usesStore();
+  const Deadline end = Deadline::after(code == Code::kInterrupted ? kTick
+                                       : isShort                  ? kAgain
+                                                                  : kNotify);
+  const bool isFormed = status.ok() || !spread(status);
+  flush(end);
+  if (isFormed) return round_->result(result);
   if (round_) round_->leave();
   return status;
 }
@@ -286,8 +288,8 @@ void Forming::pause(Milliseconds atMost) {
   engine_->mesh()->checkProcesses();
 }
 
-void Forming::flush(Milliseconds atMost) {
-  for (const Deadline end = Deadline::after(atMost); !end.expired();) {
+void Forming::flush(Deadline end) {
+  while (!end.expired()) {
     const auto isFlushed = [](const auto& notice) { return notice->isFlushed(); };
     if ((!round_ || round_->isFlushed()) &&
         std::all_of(notices_.begin(), notices_.end(), isFlushed)) {

@@ -228,7 +228,9 @@ Task Dial::attempt() {
       setAside(entry, status);
     }
     isGone &= status.code() == Code::kPeerLost;
-    reasons += (reasons.empty() ? "" : "; ") + status.message();
+    if (reasons.find(status.message()) == std::string::npos) {
+      reasons += (reasons.empty() ? "" : "; ") + status.message();
+    }
   }
   if (isGone && !reasons.empty()) {
     loss_ = {LossReason::kNotListening, reasons};

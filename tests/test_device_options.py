@@ -286,6 +286,67 @@ def test_a_callback_that_throws(device_world, request):
     device_world.run(callback_that_throws)
 
 
+def completions(ctx: Ctx) -> None:
+    """A hook is called once for each Work that has succeeded, on the device and on the CPU."""
+    for where in (ctx.device, torch.device("cpu")):
+        group = dist.new_group()
+        backend = group._get_backend(where)
+        x = torch.ones(1000, device=where)
+        dist.all_reduce(x, group=group)
+        counted = accelerator.count_completions(backend, 1)
+        again = accelerator.count_completions(backend, 2)
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+        with dist._coalescing_manager(group, x.device, async_ops=True) as block:
+            for _ in range(2):
+                dist.all_reduce(x, group=group)
+        if ctx.rank == 0:
+            works.append(dist.isend(x, 1, group=group))
+        else:
+            works.append(dist.irecv(x, 0, group=group))
+        keys = {accelerator.completion_key(work) for work in works}
+        ctx.equal(len(keys), len(works), "different keys")
+        for work in (*works, block):
+            work.wait()
+        if where.type != "cpu":
+            torch.accelerator.synchronize()
+        end = time.monotonic() + 20
+        while not keys <= counted()[0].keys() and time.monotonic() < end:
+            time.sleep(0.01)
+        found, timed = counted()
+        ctx.equal({key: found.get(key) for key in keys}, dict.fromkeys(keys, 1), f"{where}")
+        ctx.equal(timed, 0, "durations, without timing")
+        ctx.equal(keys <= again()[0].keys(), True, "the second hook")
+
+        backend._enable_collectives_timing()
+        work = dist.all_reduce(x, group=group, async_op=True)
+        work.wait()
+        while not counted()[1] and time.monotonic() < end:
+            time.sleep(0.01)
+        ctx.equal(counted()[1], 1, "durations, with timing")
+
+        dist.barrier()
+        if ctx.rank == 0:  # nobody else comes
+            time.sleep(0.2)  # for the parts of the block
+            total = sum(counted()[0].values())
+            accelerator.abort_work(dist.all_reduce(x, group=group, async_op=True))
+            time.sleep(0.2)
+            ctx.equal(sum(counted()[0].values()), total, "a failure is no completion")
+        dist.barrier()
+        with ctx.raises(RuntimeError, "Work.abort"):
+            for _ in range(2):
+                dist.all_reduce(x, group=group)
+                torch.accelerator.synchronize()
+
+
+def test_completion_hooks(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("its part in C++ is built for the stand-in")
+    if torch.__version__ < "2.15":
+        pytest.skip("torch has them since 2.15")
+    for path in PATHS:
+        fresh_device_world(2, path).run(completions)
+
+
 @pytest.mark.worlds(2)
 def test_hooks_that_raise(device_world):
     device_world.run(test_backend.hooks_that_raise, (ValueError,))

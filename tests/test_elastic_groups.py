@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import threading
 import time
+import urllib.request
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from mycoll import black_box
 from worlds.crew import Crew
 from worlds.threads import on_all
+from worlds.worker import Ctx
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
 
@@ -352,6 +355,34 @@ def test_abort_hooks_are_called_for_a_failure() -> None:
     assert called[0].wait(10)
     assert called[1].wait(10)
     assert not called[2].is_set()
+
+
+def becomes_unhealthy(ctx: Ctx) -> None:
+    from torch._C._distributed_c10d import _WorkerServer
+
+    server = _WorkerServer("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.port}/handler/c10d_health_check"
+
+    def health() -> dict[str, Any]:
+        request = urllib.request.Request(url, data=b"", method="POST")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    dist.all_reduce(torch.ones(3))
+    ctx.equal(health(), {"healthy": True, "unhealthy_backends": []})
+    with ctx.raises(RuntimeError, "MISMATCH"):
+        dist.all_reduce(torch.ones(1 + ctx.rank))
+    end = time.monotonic() + 10
+    while health()["healthy"] and time.monotonic() < end:
+        time.sleep(0.01)
+    ctx.equal(health(), {"healthy": False, "unhealthy_backends": ["mycoll"]})
+    server.shutdown()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch has it since 2.15")
+def test_the_debug_server_sees_a_failure(fresh: Any) -> None:
+    fresh(2).run(becomes_unhealthy)
 
 
 @needs_reconfigure

@@ -43,10 +43,10 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   if (device && device->hasBatch()) {
     WorkPtr onDevice =
         device->endBatch(deviceExtras(c10d::OpType::COALESCED, CallbackOrder::here(callbacks_)));
-    if (works.empty()) return onDevice;
+    if (works.empty()) return withHooks(std::move(onDevice), /*isTimed=*/false);
     works.push_back(std::move(onDevice));
   }
-  return c10::make_intrusive<CoalescedWork>(std::move(works));
+  return withHooks(c10::make_intrusive<CoalescedWork>(std::move(works)), /*isTimed=*/false);
 }
 
 // Collectives on the CPU have been submitted already, and continue: every rank must take part.

@@ -1,6 +1,5 @@
 #include "backend/generations.h"
 
-#include <map>
 #include <utility>
 
 #include "backend/callback_pool.h"
@@ -13,6 +12,19 @@ namespace {
 // The longest wait for what is still running in the former generation.
 constexpr std::chrono::milliseconds kEndTimeout(100);
 
+// Posts the hooks: they may take the GIL and any time, and may unregister themselves.
+void post(const HookTable<>& abortHooks) {
+  for (const auto& hook : abortHooks.all()) {
+    CallbackPool::get().post([hook] {
+      try {
+        (*hook)();
+      } catch (...) {
+        MYCOLL_LOG_ERROR("an abort hook has failed: %s", describeException().c_str());
+      }
+    });
+  }
+}
+
 }  // namespace
 
 Status Generation::error() const {
@@ -24,29 +36,6 @@ void Generation::end(Deadline deadline, const std::string& reason) const {
   if (communicator) communicator->close(deadline, reason);
 }
 
-struct Generations::AbortHooks {
-  Mutex mutex;
-  std::map<int64_t, Hook> all GUARDED_BY(mutex);
-
-  // Posts the hooks: they may take the GIL and any time, and may unregister themselves.
-  void call() {
-    decltype(all) now;
-    {
-      const MutexLock lock(mutex);
-      now = all;
-    }
-    for (const auto& entry : now) {
-      CallbackPool::get().post([hook = entry.second] {
-        try {
-          (*hook)();
-        } catch (...) {
-          MYCOLL_LOG_ERROR("an abort hook has failed: %s", describeException().c_str());
-        }
-      });
-    }
-  }
-};
-
 Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> options,
                          DeviceFactory makeDevice, std::shared_ptr<Communicator> communicator,
                          std::unique_ptr<Endpoint> endpoint)
@@ -54,7 +43,7 @@ Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> opt
       options_(std::move(options)),
       makeDevice_(std::move(makeDevice)),
       endpoint_(std::move(endpoint)),
-      abortHooks_(std::make_shared<AbortHooks>()),
+      abortHooks_(std::make_shared<HookTable<>>()),
       timeout_(options_->timeout.count()) {
   if (communicator) replace(make(std::move(communicator)));
 }
@@ -71,7 +60,7 @@ Generation Generations::current() const {
 }
 
 void Generations::replace(Generation next) {
-  const auto whenFailed = [hooks = abortHooks_] { hooks->call(); };
+  const auto whenFailed = [hooks = abortHooks_] { post(*hooks); };
   if (next.communicator) next.communicator->whenFailed(whenFailed);
   if (next.device) next.device->whenFailed(whenFailed);
   const MutexLock lock(mutex_);
@@ -138,22 +127,6 @@ void Generations::reconfigure(
   replace(std::move(next));
   setTimeout(this->timeout());  // it may have been set meanwhile
   former.end(Deadline::after(kEndTimeout), reason);
-}
-
-void Generations::addAbortHook(int64_t id, std::function<void()> hook) {
-  setAbortHook(id, std::make_shared<const std::function<void()>>(std::move(hook)));
-}
-
-void Generations::removeAbortHook(int64_t id) { setAbortHook(id, nullptr); }
-
-// A hook that is replaced or removed is destroyed without the lock.
-void Generations::setAbortHook(int64_t id, Hook hook) {
-  const MutexLock lock(abortHooks_->mutex);
-  if (hook) {
-    std::swap(abortHooks_->all[id], hook);
-  } else if (auto removed = abortHooks_->all.extract(id)) {
-    std::swap(removed.mapped(), hook);
-  }
 }
 
 }  // namespace mycoll

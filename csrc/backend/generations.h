@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "backend/device_support.h"
+#include "backend/hook_table.h"
 #include "backend/options.h"
 #include "base/mutex.h"
 #include "engine/communicator.h"
@@ -78,26 +79,21 @@ class Generations {
                    const std::function<void(const std::shared_ptr<Communicator>&)>& whenFormed)
       EXCLUDES(reconfigureMutex_);
 
-  // Abort hooks are called, by id, when a generation has failed.
-  void addAbortHook(int64_t id, std::function<void()> hook);
-  void removeAbortHook(int64_t id);
+  // These are called when a generation has failed.
+  HookTable<>& abortHooks() { return *abortHooks_; }
 
  private:
-  using Hook = std::shared_ptr<const std::function<void()>>;
-  struct AbortHooks;
-
   // Sets the communicator's timeout, and makes the DeviceSupport.
   Generation make(std::shared_ptr<Communicator> communicator) const;
   void replace(Generation next) EXCLUDES(mutex_);
   template <typename Part>
   std::shared_ptr<Part> pin(std::shared_ptr<Part> Generation::* part) const;
-  void setAbortHook(int64_t id, Hook hook);
 
   const std::string name_;
   const c10::intrusive_ptr<MycollOptions> options_;  // never changed: other threads read it
   const DeviceFactory makeDevice_;
   const std::unique_ptr<Endpoint> endpoint_;
-  const std::shared_ptr<AbortHooks> abortHooks_;  // shared with the generations
+  const std::shared_ptr<HookTable<>> abortHooks_;  // shared with the generations
   std::atomic<Milliseconds::rep> timeout_;
   Mutex reconfigureMutex_;
   mutable Mutex mutex_;

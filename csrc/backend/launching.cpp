@@ -83,6 +83,29 @@ std::string MycollBackend::describe(const Request& request) const {
 }
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs) {
+  const bool isTimed = isTimed_;
+  return withHooks(launchOnItsPath(request, outputs), isTimed);
+}
+
+#if MYCOLL_TORCH_HAS_COMPLETION_HOOKS
+// The key of a Work is its address: it is kept until the hooks have been called.
+MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work, bool isTimed) const {
+  if (!work || completionHooks_->isEmpty()) return work;
+  work->getFutureResult()->addCallback(
+      [hooks = completionHooks_, work, isTimed](c10::ivalue::Future& result) {
+        if (result.value().toInt() != static_cast<int64_t>(c10d::WorkResult::SUCCESS)) return;
+        c10d::CompletionHookArgs over;
+        over.completionKey = work->getCompletionKey();
+        if (isTimed) over.duration_ms = work->getDuration();
+        for (const auto& hook : hooks->all()) (*hook)(over);
+      });
+  return work;
+}
+#else
+MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work, bool) const { return work; }
+#endif
+
+MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::TensorList outputs) {
   if (extensions_->isAny()) [[unlikely]] {
     request.timeout = extensions_->extend(timeoutOf(request), &request.extension);
   }

@@ -30,6 +30,7 @@
 
 #include "backend/completion_hook.h"
 #include "backend/generations.h"
+#include "backend/hook_table.h"
 #include "backend/owning_process.h"
 #include "backend/request.h"
 #include "backend/timeout_extensions.h"
@@ -204,11 +205,24 @@ class MycollBackend final : public c10d::Backend {
   // tensors on devices may call them more than once.
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
     enter("register_abort_hook");
-    generations_.addAbortHook(id, std::move(hook));
+    generations_.abortHooks().add(id, std::move(hook));
   }
   void unregisterAbortHook(int64_t id) override {
     enter("unregister_abort_hook");
-    generations_.removeAbortHook(id);
+    generations_.abortHooks().remove(id);
+  }
+#endif
+
+#if MYCOLL_TORCH_HAS_COMPLETION_HOOKS
+  bool supportsCompletionHooks() const override { return true; }
+  // Hooks run on threads of the pool, for each Work of an operation that has succeeded.
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    enter("register_completion_hook");
+    completionHooks_->add(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    enter("unregister_completion_hook");
+    completionHooks_->remove(id);
   }
 #endif
 
@@ -244,6 +258,9 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   std::string titleOf(const Request& request) const;
   WorkPtr launch(Request& request, at::TensorList outputs);
+  WorkPtr launchOnItsPath(Request& request, at::TensorList outputs);
+  // Returns the Work, and calls the completion hooks when it is over. isTimed: it has a duration.
+  WorkPtr withHooks(WorkPtr work, bool isTimed) const;
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr launchNow(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(const std::shared_ptr<Communicator>& communicator, Request& request,
@@ -270,6 +287,10 @@ class MycollBackend final : public c10d::Backend {
   Generations generations_;
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   const std::shared_ptr<CompletionHook> hook_;
+#if MYCOLL_TORCH_HAS_COMPLETION_HOOKS
+  using CompletionHooks = HookTable<const c10d::CompletionHookArgs&>;
+  const std::shared_ptr<CompletionHooks> completionHooks_ = std::make_shared<CompletionHooks>();
+#endif
   const std::shared_ptr<TimeoutExtensions> extensions_ = std::make_shared<TimeoutExtensions>();
   const OwningProcess owner_;
   // True if this is the job's own group, and rank 0 serves its store, which ends with the group: a

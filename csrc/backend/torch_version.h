@@ -47,6 +47,8 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_ABORT_HOOKS (TORCH_VERSION_MINOR >= 14)
 // c10d::Backend::supportsAbortHooks()
 #define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY (TORCH_VERSION_MINOR >= 15)
+// c10d::Backend::registerCompletionHook()
+#define MYCOLL_TORCH_HAS_COMPLETION_HOOKS (TORCH_VERSION_MINOR >= 15)
 // c10d::Backend::isInitialized()
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED (TORCH_VERSION_MINOR >= 15)
 // c10d::Window

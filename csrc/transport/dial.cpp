@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -192,6 +193,11 @@ void Dial::setAside(const TcpAddress& entry, const Status& failure) {
 
 Task Dial::attempt() {
   std::string reasons;
+  std::set<std::string> given;  // each once
+  const auto give = [&](const Status& status) {
+    if (!given.insert(status.message()).second) return;
+    reasons += (reasons.empty() ? "" : "; ") + status.message();
+  };
   bool isGone = true;  // nothing listens at its addresses
   if (joining_.connection == 0 && local_.isOnThisHost(peer_)) {
     Fd socket;
@@ -203,7 +209,7 @@ Task Dial::attempt() {
       if (status.ok() || isToTryAgain()) co_return status;
     }
     isGone = status.code() == Code::kPeerLost;
-    reasons = status.message();
+    give(status);
     MYCOLL_LOG_WARN("no shared memory with %s: %s", peer_.describe().c_str(), reasons.c_str());
   }
   for (const TcpAddress* each : addresses()) {
@@ -228,9 +234,7 @@ Task Dial::attempt() {
       setAside(entry, status);
     }
     isGone &= status.code() == Code::kPeerLost;
-    if (reasons.find(status.message()) == std::string::npos) {
-      reasons += (reasons.empty() ? "" : "; ") + status.message();
-    }
+    give(status);
   }
   if (isGone && !reasons.empty()) {
     loss_ = {LossReason::kNotListening, reasons};

@@ -21,7 +21,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,17 @@ def wrap_cpu_allocator() -> None:
 def sequence_of(work: Any) -> int:
     """Work::getSequencenumber(), likewise."""
     return _native.sequence_of(work)
+
+
+def completion_key(work: Any) -> int:
+    """Work::getCompletionKey(), likewise."""
+    return _native.completion_key(work)
+
+
+def count_completions(backend: Any, hook: int) -> Callable[[], tuple[dict[int, int], int]]:
+    """Registers a completion hook. Returns a function that returns how often each Work, by its key,
+    has completed until then, and how many of these times had a duration."""
+    return _native.count_completions(backend, hook)
 
 
 class Graph:

@@ -3,10 +3,16 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
+#include <torch/version.h>
 
+#include <map>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 
 #include "accelerator.h"
 
@@ -48,6 +54,28 @@ class WrappingAllocator final : public c10::Allocator {
  private:
   c10::Allocator* const inner_ = c10::GetCPUAllocator();
 };
+
+#if TORCH_VERSION_MINOR >= 15
+// Returns a function that returns how often each Work, by its key, has completed until then, and
+// how many of these times had a duration.
+py::cpp_function countCompletions(const c10::intrusive_ptr<c10d::Backend>& backend, int64_t id) {
+  struct Counts {
+    std::mutex mutex;
+    std::map<uint64_t, int> byKey;
+    int timed = 0;
+  };
+  auto counts = std::make_shared<Counts>();
+  backend->registerCompletionHook(id, [counts](const c10d::CompletionHookArgs& over) {
+    const std::lock_guard<std::mutex> lock(counts->mutex);
+    ++counts->byKey[over.completionKey];
+    counts->timed += over.duration_ms.has_value();
+  });
+  return py::cpp_function([counts] {
+    const std::lock_guard<std::mutex> lock(counts->mutex);
+    return std::make_pair(counts->byKey, counts->timed);
+  });
+}
+#endif
 
 // Two threads write the same number, and nothing orders them.
 int race() {
@@ -116,6 +144,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             [](c10::ivalue::Future&) { throw std::runtime_error("a callback in C++ is wrong"); });
       },
       noGil);
+#if TORCH_VERSION_MINOR >= 15
+  m.def("completion_key",
+        [](const c10::intrusive_ptr<c10d::Work>& work) { return work->getCompletionKey(); });
+  m.def("count_completions", &countCompletions);
+#endif
   m.def("sequence_of",
         [](const c10::intrusive_ptr<c10d::Work>& work) { return work->getSequencenumber(); });
 }

@@ -86,4 +86,24 @@ std::string Signature::describe() const {
   return text;
 }
 
+bool Call::isFor(int rank, int ranks) const {
+  const auto has = [&](int ins, int outs) {
+    return in.size() == static_cast<size_t>(ins) && out.size() == static_cast<size_t>(outs);
+  };
+  const bool isRoot = rank == root;
+  switch (kind) {
+    case OpKind::kBarrier:
+    case OpKind::kMonitoredBarrier: return has(0, 0);
+    case OpKind::kBroadcast: return has(0, 1) && root >= 0 && root < ranks;
+    case OpKind::kAllReduce: return has(1, 1);
+    case OpKind::kReduce: return has(1, isRoot ? 1 : 0);
+    case OpKind::kAllGather: return has(1, ranks);
+    case OpKind::kGather: return has(1, isRoot ? ranks : 0);
+    case OpKind::kScatter: return has(isRoot ? ranks : 0, 1);
+    case OpKind::kReduceScatter: return has(ranks, 1);
+    case OpKind::kAllToAll: return has(ranks, ranks);
+    default: return false;
+  }
+}
+
 }  // namespace mycoll

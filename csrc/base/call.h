@@ -63,6 +63,8 @@ struct Call {
   Spans out;
 
   Signature signature() const;
+  // Whether `in` and `out` hold as many spans as the table says. For assertions.
+  bool isFor(int rank, int ranks) const;
 };
 
 }  // namespace mycoll

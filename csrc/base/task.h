@@ -14,6 +14,7 @@
 // so conditions and requests in a frame must clean up in their destructors.
 #pragma once
 
+#include <cassert>
 #include <coroutine>
 #include <cstddef>
 #include <exception>
@@ -166,9 +167,15 @@ inline Task::Awaiter Task::promise_type::await_transform(Task&& task) {
 }
 
 inline bool Task::finished() const { return handle_ && handle_.done(); }
-inline const Status& Task::result() const { return handle_.promise().status; }
+inline const Status& Task::result() const {
+  assert(finished());
+  return handle_.promise().status;
+}
 inline Condition* Task::waitingFor() const { return handle_.promise().condition; }
-inline void Task::resume() { handle_.promise().leaf.resume(); }
+inline void Task::resume() {
+  assert(handle_ && !handle_.done());
+  handle_.promise().leaf.resume();
+}
 
 }  // namespace mycoll
 

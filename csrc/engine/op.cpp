@@ -1,5 +1,6 @@
 #include "engine/op.h"
 
+#include <cassert>
 #include <new>
 
 #include "base/text.h"
@@ -19,6 +20,7 @@ void Op::atEnd(std::function<void()> fn) {
 }
 
 void Op::finish(Status status) {
+  assert(!done());
   record_.finish(status.ok(), steadyNanos());
   const std::shared_ptr<void> kept = std::move(keepAlive);
   status_ = std::move(status);

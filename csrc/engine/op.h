@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -108,6 +109,7 @@ class External {
  public:
   // [any thread], once.
   void finish(Status status) {
+    assert(!isOver());
     status_ = std::move(status);
     isOver_.store(true, std::memory_order_release);
   }

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <cassert>
 #include <new>
 #include <utility>
 
@@ -94,6 +95,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     }
   } else {
     Condition* condition = op.task.waitingFor();
+    assert(condition != nullptr);
     bool ready = condition->ready();
     for (int spin = 0; spin < spins && !ready; ++spin) {
       cpuRelax();

@@ -1,6 +1,7 @@
 #include "transport/mailbox.h"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "base/log.h"
@@ -105,6 +106,7 @@ bool Mailbox::checkRank(Transfer& request, int rank, const char* what) {
 
 void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data) {
+  assert(!request.isPosted_);
   request.messageClass_ = messageClass;
   request.tag_ = tag;
   request.signature_ = signature;
@@ -126,6 +128,8 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
 }
 
 void Mailbox::finish(Transfer& request, Status status) {
+  assert(request.isPosted_ && !request.isDone());
+  assert(!isWaiting(request));
   if (request.previous_) {
     request.previous_->next_ = request.next_;
   } else {
@@ -166,6 +170,7 @@ bool Mailbox::postSend(Transfer& request, int destination, MessageClass messageC
 
 // Sends the message, or a request to send it.
 void Mailbox::dispatch(Transfer& request) {
+  assert(request.isPosted_ && !request.isReceive_ && request.id_ == 0);
   if (isEnding(request.messageClass_, request.tag_)) return;
   const int destination = request.peer_;
   const MessageClass messageClass = request.messageClass_;
@@ -204,6 +209,7 @@ void Mailbox::dispatch(Transfer& request) {
 
 // Its answer will name it by this number.
 void Mailbox::putInFlight(Transfer& request) {
+  assert(request.id_ == 0);
   request.id_ = nextId_++;
   inFlight_[request.id_] = &request;
 }
@@ -253,6 +259,7 @@ bool Mailbox::isEnding(MessageClass messageClass, uint64_t tag) const {
 }
 
 void Mailbox::failFrom(uint64_t number, const Status& cause) {
+  assert(!cause.ok());
   failure_ = cause;
   failedFrom_ = number;
   endsFrom_ = std::min(endsFrom_, number);
@@ -351,6 +358,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
 }
 
 void Mailbox::acceptUnexpected(Transfer& request, std::list<UnexpectedMessage>::iterator message) {
+  assert(request.isReceive_ && message->claimedBy == nullptr);
   request.peer_ = message->header.source;
   if (!agrees(request, message->header)) return;
   request.descriptor_ = std::move(message->descriptor);

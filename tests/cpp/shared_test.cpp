@@ -524,6 +524,32 @@ TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
   });
 }
 
+// The program uses the tensors of a rank that has left with an unfinished collective. Another rank
+// that comes later must not take what it finds there.
+TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
+  std::atomic<bool> hasLeft{false};
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    Elements data(true, kLeastOffer);
+    data.fill(group.rank(), 0);
+    Call broadcast = call(OpKind::kBroadcast);
+    broadcast.root = 0;
+    broadcast.out = {data.span()};
+    EXPECT_OK(run(group, broadcast));
+    if (group.rank() == 0) {
+      const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
+      group.close(Deadline::after(std::chrono::milliseconds(100)), "");
+      EXPECT(!op->status().ok());
+      data.fill(2, 0);
+      hasLeft = true;
+      return;
+    }
+    while (!hasLeft) std::this_thread::yield();
+    const Status status = run(group, broadcast);
+    EXPECT(status.code() == Code::kPeerLost);
+    EXPECT(status.message().find("has left the group with operations") != std::string::npos);
+  });
+}
+
 // What a peer says is looked at before it is used.
 TEST(SharedTensors, offersAreJudged) {
   PeerMemory memory(0);

@@ -1,6 +1,7 @@
 #include "collectives/shm/arena.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <utility>
 
@@ -98,6 +99,7 @@ Arena::Control& Arena::control(int rank) const {
 const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[number_ & 1]; }
 
 char* Arena::beginBlob(size_t bytes) {
+  assert(bytes <= shape_.smallBytes || bytes <= Arrival::kInlineBytes);
   ++number_;
   freed_ = std::exchange(began_, base_);
   if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
@@ -106,6 +108,7 @@ char* Arena::beginBlob(size_t bytes) {
 
 void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds, bool isOffer) {
   Arrival& mine = control(rank_).arrivals[number_ & 1];
+  assert(mine.number.load(std::memory_order_relaxed) < number_);  // once in each collective
   mine.signature = signature;
   mine.rounds = static_cast<uint32_t>(rounds);
   mine.isOffer = isOffer;
@@ -160,6 +163,7 @@ const char* Arena::blobOf(int rank) const {
 }
 
 char* Arena::bulk(int rank, uint64_t round) const {
+  assert(rank >= 0 && rank < shape_.ranks);
   return reinterpret_cast<char*>(&control(rank)) + layout_.control + 2 * layout_.small +
          ((base_ + round) % shape_.areas) * layout_.chunk;
 }
@@ -177,6 +181,7 @@ bool Arena::isFirstAreaFree() const {
 // Releases what this rank has written, and its reads: others may write there again. Sequentially
 // consistent because of the look at the sleepers (setAsleep).
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {
+  assert(!has(rank_, counter, roundsCompleted) || roundsCompleted == 0);
   control(rank_).counters[static_cast<int>(counter)].value.store(base_ + roundsCompleted,
                                                                  std::memory_order_seq_cst);
   wakeSleepers();
@@ -225,6 +230,7 @@ void Arena::wakeAll() const {
 }
 
 void Arena::fail(const Status& cause) {
+  assert(!cause.ok());
   Header& header = *reinterpret_cast<Header*>(segment_->data());
   uint32_t alive = Header::kAlive;
   if (header.state.compare_exchange_strong(alive, Header::kFailing, std::memory_order_acq_rel)) {

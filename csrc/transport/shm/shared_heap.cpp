@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cassert>
 #include <iterator>
 #include <new>
 
@@ -193,6 +194,7 @@ bool SharedHeap::expose(const Span& memory) {
 void SharedHeap::conceal(const Span& memory) {
   const MutexLock lock(mutex_);
   Block* const block = blockOf(memory);
+  assert(block == nullptr || block->exposures > 0);
   if (block != nullptr && block->exposures > 0) --block->exposures;
 }
 

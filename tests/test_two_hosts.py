@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import mycoll
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
 from test_random_walk import walk
+from worlds.crew import Crew
 from worlds.elastic_walk import ElasticCrew
 from worlds.hosts import Capture, enter, ip, join, namespaces
 from worlds.smoke import smoke
@@ -325,6 +328,69 @@ def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
             crew.settle()
     finally:
         ip("-n", hosts[0], "link", "set", "veth0", "up")
+
+
+def forms_as_told(pipe: Connection) -> None:
+    """A process with an endpoint: forms the groups that it is told, and sums in each."""
+    enter(os.environ["NETWORK_NAMESPACE"])
+    torch.set_num_threads(1)
+    endpoint = mycoll.Endpoint(timeout=SUITE_TIMEOUT)
+    pipe.send(endpoint.handle)
+    while True:
+        number, handles = pipe.recv()
+        began = time.monotonic()
+        try:
+            group = endpoint.form(number, handles, timeout=timedelta(seconds=4))
+            x = torch.ones(100_000)
+            group.allreduce([x]).wait()
+            assert bool((x == x[0]).all())
+            pipe.send((float(x[0]), time.monotonic() - began))
+        except (dist.DistBackendError, dist.DistNetworkError) as error:
+            pipe.send((str(error), time.monotonic() - began))
+
+
+def test_the_network_fails_while_a_group_is_formed(mycoll_only, hosts):
+    """Forming fails on all ranks, by the deadline. It succeeds again when the network is back: not
+    always at once, as one side may take a connection for alive that the other has given up."""
+    common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
+    with Crew() as crew:
+        members = [
+            crew.start(forms_as_told, NETWORK_NAMESPACE=name, **common)
+            for name in hosts
+            for _ in range(2)
+        ]
+        handles = [crew.receive(each) for each in members]
+
+        def tell(some: list[int], number: int) -> None:
+            for each in some:
+                crew.send(each, (number, handles))
+
+        def results() -> list[float | str]:
+            found = [crew.receive(each) for each in members]
+            assert all(seconds < 10 for _, seconds in found), found
+            return [result for result, _ in found]
+
+        tell(members, 1)
+        assert results() == [4.0] * 4
+        try:
+            for number, is_begun in ((2, True), (3, False)):
+                if is_begun:
+                    tell(members[:2], number)
+                    time.sleep(0.2)
+                ip("-n", hosts[0], "link", "set", "veth0", "down")
+                tell(members[2:] if is_begun else members, number)
+                for result in results():
+                    assert isinstance(result, str), result
+                    assert re.search(r"rank \d|missing: \d", result), result
+                ip("-n", hosts[0], "link", "set", "veth0", "up")
+                end = time.monotonic() + 20
+                for again in range(10 * number, 10 * number + 10):
+                    tell(members, again)
+                    if (found := results()) == [4.0] * 4:
+                        break
+                    assert time.monotonic() < end, found
+        finally:
+            ip("-n", hosts[0], "link", "set", "veth0", "up")
 
 
 # ---- two network interfaces on each host ---------------------------------------------------------

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistBackendError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll._log import log
@@ -315,7 +315,7 @@ class ElasticGroup:
         self._calls = {each: call for each, call in self._calls.items() if call["number"] > number}
         try:
             group = self._endpoint.form(number, handles, timeout=_FORM, pg_options=self._pg_options)
-        except DistBackendError as error:
+        except (DistBackendError, DistNetworkError) as error:
             self._why = [f"the latest attempt: {error}"]
             return False
         self._group = group

@@ -153,6 +153,7 @@ class Endpoint:
             mycoll.ArgumentError: The uuid was used before, or the handles are not those of the
                 other ranks.
             torch.distributed.DistBackendError: A rank has ended, or did not come in time.
+            torch.distributed.DistNetworkError: A rank cannot be reached.
         """
         module = _create.prepare()
         if pg_options is None:

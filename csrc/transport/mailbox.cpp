@@ -209,7 +209,7 @@ void Mailbox::dispatch(Transfer& request) {
 
 // Its answer will name it by this number.
 void Mailbox::putInFlight(Transfer& request) {
-  assert(request.id_ == 0);
+  assert(!inFlight_.contains(request.id_));
   request.id_ = nextId_++;
   inFlight_[request.id_] = &request;
 }

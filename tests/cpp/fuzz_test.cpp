@@ -298,8 +298,8 @@ Task tell(ShmGroup group, const Lie& lie, const std::string& blob) {
   Arena& arena = group.arena;
   bool isNew = true;
   for (int turn = 0; isNew && turn < 10; ++turn) {
-    std::memcpy(arena.beginBlob(lie.blobBytes), blob.data(),
-                std::min<size_t>(blob.size(), lie.blobBytes));
+    const size_t claimed = std::min<size_t>(lie.blobBytes, arena.shape().smallBytes);
+    std::memcpy(arena.beginBlob(claimed), blob.data(), std::min(blob.size(), claimed));
     arena.arrive(group.signature, lie.blobBytes, lie.rounds, lie.isOffer != 0);
     AllArrived arrived(arena, group.signature);
     co_await arrived;

@@ -181,7 +181,7 @@ bool Arena::isFirstAreaFree() const {
 // Releases what this rank has written, and its reads: others may write there again. Sequentially
 // consistent because of the look at the sleepers (setAsleep).
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {
-  assert(!has(rank_, counter, roundsCompleted) || roundsCompleted == 0);
+  assert(!has(rank_, counter, roundsCompleted + 1));  // a collective may begin again
   control(rank_).counters[static_cast<int>(counter)].value.store(base_ + roundsCompleted,
                                                                  std::memory_order_seq_cst);
   wakeSleepers();

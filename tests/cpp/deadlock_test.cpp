@@ -77,11 +77,13 @@ void overShmAndTcp(const std::function<void(Links)>& body) {
 TEST(Deadlock, twoGroupsInCrossedOrder) {
   // Named long before the groups' timeout, which would be another error.
   const auto play = [](Links links, bool areUsedBefore) {
+    std::barrier everyone(2);
     runGroups(2, links, {{}, {}}, [&](int rank, Groups& groups) {
       if (areUsedBefore) {
         for (auto& group : groups) EXPECT_OK(barrier(*group));
       }
       expectDeadlock(barrier(*groups[rank]), {"'group0'", "'group1'", "rank 0", "rank 1"});
+      everyone.arrive_and_wait();  // a rank that leaves first would be another error
     });
   };
   overShmAndTcp(
@@ -91,12 +93,14 @@ TEST(Deadlock, twoGroupsInCrossedOrder) {
 // Each waits for the next, in a group of the two; nobody is in all groups.
 TEST(Deadlock, aCircleOfThree) {
   overShmAndTcp([](Links links) {
+    std::barrier everyone(3);
     runGroups(3, links, {{0, 1}, {1, 2}, {2, 0}}, [&](int rank, Groups& groups) {
       // In an order that works.
       for (auto& group : groups) {
         if (group) EXPECT_OK(barrier(*group));
       }
       expectDeadlock(barrier(*groups[rank]), {"'group0'", "'group1'", "'group2'"});
+      everyone.arrive_and_wait();
     });
   });
 }

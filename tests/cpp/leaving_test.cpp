@@ -508,7 +508,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
       world.turn(moment % 3);
       world.end(0);
       const test::Listener& listener = world.at(2, 1).listener;
-      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
+      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 8000));
       EXPECT_OK(listener.failure());
     }
   });

@@ -1,4 +1,4 @@
-# ./dev test --clients: the libraries that the tests of tests/clients use. dev sources this file.
+# For ./dev test --clients. dev sources this file.
 
 # The libraries of tests/clients, in an environment of their own that sees the packages of $PYTHON. Sets PYTHON.
 prepare_clients() {

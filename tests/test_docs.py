@@ -310,7 +310,8 @@ def test_commands_of_readme() -> None:
 def test_verbs(page: Path) -> None:
     """`./dev VERB` and `mycoll VERB` are verbs that exist."""
     text = page.read_text()
-    dev = set(re.findall(r"^  ([a-z]+) ", (ROOT / "dev").read_text(), re.MULTILINE))
+    scripts = [ROOT / "dev", *(ROOT / ".ci").glob("*.sh")]
+    dev = {verb for file in scripts for verb in re.findall(r"(?m)^verb_(\w+)", file.read_text())}
     assert set(re.findall(r"\./dev (\w+)", text)) <= dev | {"VERB"}
     own = set(re.findall(r'"(\w+)"', (ROOT / "python/mycoll/__main__.py").read_text()))
     assert set(re.findall(r"(?:`| -m )mycoll ([a-z]+)", text)) <= own

@@ -218,15 +218,19 @@ PATTERN = bytes(range(97, 123))
 
 def sends_a_pattern(ctx: Ctx, names: tuple[str, str]) -> None:
     enter(names[ctx.rank])
-    os.environ["MYCOLL_SOCKET_IFNAME"] = "veth0"
+    os.environ.update(MYCOLL_SOCKET_IFNAME="veth0", MYCOLL_CUDA="auto")
     url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
     dist.init_process_group(
         ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
     )
     sent = PATTERN * ((1 << 20) // len(PATTERN))
-    x = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    x = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(ctx.device)
     dist.broadcast(x if ctx.rank == 0 else x.zero_(), 0)
-    ctx.equal(bytes(x.numpy()), sent)
+    if ctx.rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x.zero_(), 0)
+    ctx.equal(bytes(x.cpu().numpy()), sent)
     dist.destroy_process_group()
 
 
@@ -248,24 +252,6 @@ def test_a_capture_shows_a_tensor_only_without_encryption(
         assert min(found) > 0.9 * (1 << 20) / len(PATTERN), found
 
 
-def device_sends_a_pattern(ctx: Ctx, names: tuple[str, str]) -> None:
-    enter(names[ctx.rank])
-    os.environ.update(MYCOLL_SOCKET_IFNAME="veth0", MYCOLL_CUDA="auto")
-    url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
-    dist.init_process_group(
-        ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
-    )
-    sent = PATTERN * ((1 << 20) // len(PATTERN))
-    x = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(ctx.device)
-    dist.broadcast(x if ctx.rank == 0 else x.zero_(), 0)
-    if ctx.rank == 0:
-        dist.send(x, 1)
-    else:
-        dist.recv(x.zero_(), 0)
-    ctx.equal(bytes(x.cpu().numpy()), sent)
-    dist.destroy_process_group()
-
-
 def test_tensors_of_a_device_are_encrypted_between_hosts(
     fresh_device_world, mycoll_only, hosts, tmp_path
 ):
@@ -273,7 +259,7 @@ def test_tensors_of_a_device_are_encrypted_between_hosts(
     world = fresh_device_world(2, "nccl", init=False, env=encryption(tmp_path, True))
     capture = Capture(hosts[1], "veth0")
     try:
-        world.run(device_sends_a_pattern, hosts)
+        world.run(sends_a_pattern, hosts)
     finally:
         seen = capture.end()
     assert len(seen) > 2 << 20  # of the broadcast and of the message
@@ -373,12 +359,11 @@ def test_the_network_fails_while_a_group_is_formed(mycoll_only, hosts):
         tell(members, 1)
         assert results() == [4.0] * 4
         try:
-            for number, is_begun in ((2, True), (3, False)):
-                if is_begun:
-                    tell(members[:2], number)
-                    time.sleep(0.2)
+            for number, early in ((2, 2), (3, 0)):  # so many have begun before it fails
+                tell(members[:early], number)
+                time.sleep(0.2)
                 ip("-n", hosts[0], "link", "set", "veth0", "down")
-                tell(members[2:] if is_begun else members, number)
+                tell(members[early:], number)
                 for result in results():
                     assert isinstance(result, str), result
                     assert re.search(r"rank \d|missing: \d", result), result

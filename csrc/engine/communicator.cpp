@@ -457,14 +457,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
                "': destroyed on this rank with operations that are not done (collectives: " +
                std::to_string(queue_.size()) + ", sends: " + std::to_string(sending_->load()) +
                "). They are lost: wait() for every operation before destroy_process_group()");
-    // Other ranks of the host may read this rank's tensors in place, which the program uses for
-    // something else from now on.
-    Arena* const arena = group_.membership.arena();
-    if (arena && !queue_.isEmpty() && !group_.options.isExternal) {
-      arena->fail(group_.error(Code::kPeerLost,
-                               mailbox_.describeRank(rank()) +
-                                   " has left the group with operations that were not done"));
-    }
+    if (!queue_.isEmpty()) group_.membership.failHost();
   }
   TraceFile::writeWanted();
   group_.record.close();

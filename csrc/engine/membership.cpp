@@ -324,6 +324,13 @@ bool Membership::beginToLeave() {
   return true;
 }
 
+void Membership::failHost() {
+  Arena* const arena = this->arena();
+  if (arena == nullptr || group_.options.isExternal) return;
+  arena->fail(group_.error(
+      Code::kPeerLost, describeDeparture(mailbox_.rank()) + " with operations that were not done"));
+}
+
 void Membership::sayGoodbye(const Status& cause, const std::string& reason) {
   if (Arena* arena = this->arena()) arena->leave(reason);
   {

@@ -89,6 +89,9 @@ class Membership {
   // ---- this rank leaves
   // False: it is leaving already.
   bool beginToLeave();
+  // Before sayGoodbye(), if collectives are not done: fails the group for the ranks of this host.
+  // They may read this rank's tensors in place, which the program uses for something else next.
+  void failHost();
   // Notifies the ranks that this one leaves. It makes no connection for that: a rank without one
   // may see the process end without knowing why; see onPeerLost(). Unsent messages end with
   // `cause`, as no part of a message may follow its sender's goodbye. reason: for ranks that still

@@ -116,7 +116,10 @@ def comes_late(ctx: Ctx) -> Seen:
     dist.broadcast(torch.ones(1), 0, group=group)
     if ctx.rank == 2:
         dist.destroy_process_group(group)
-    dist.broadcast(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0)
+    if ctx.rank == 0:
+        dist.recv(torch.ones(1), 2)
+    dist.broadcast(torch.ones(1), 0)  # after rank 2 has left the group
     if ctx.rank == 1:
         group._get_backend(torch.device("cpu")).abort()
     if ctx.rank == 2:

@@ -189,12 +189,12 @@ void setLogFile(const char* pattern) { Sink::get().setPattern(pattern); }
 
 void setLogRank(int rank) { Sink::get().setRank(rank); }
 
-void logFailure(const std::string& story) {
+void logFailure(const std::string& message) {
   static std::atomic<bool> wasThereOne{false};
   if (!isLogged(LogLevel::kFailure)) return;
   const bool isFirst = !wasThereOne.exchange(true, std::memory_order_relaxed);
-  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%s",
-                  story.substr(0, story.find('\n')).c_str());
+  const auto length = static_cast<int>(std::min(message.find('\n'), message.size()));
+  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%.*s", length, message.c_str());
 }
 
 void flushLog() {
@@ -216,7 +216,7 @@ void detail::endDelay() noexcept {
     for (const Line& line : std::exchange(delayedLines, {})) Sink::get().write(line);
     for (const auto& call : std::exchange(delayedCalls, {})) call();
   } catch (const std::bad_alloc&) {
-    // The rest is lost: a log must not make an operation fail.
+    // The rest is lost.
   }
 }
 
@@ -237,14 +237,18 @@ void detail::logLine(LogLevel level, const char* format, ...) {
   clock_gettime(CLOCK_REALTIME, &line.when);
   const int length = std::vsnprintf(shortText, sizeof(shortText), format, arguments);
   va_end(arguments);
-  if (length < static_cast<int>(sizeof(shortText))) {
-    line.text = length < 0 ? format : shortText;
-  } else {
-    line.text.resize(static_cast<size_t>(length) + 1);
-    std::vsnprintf(line.text.data(), line.text.size(), format, again);
-    line.text.pop_back();
+  try {
+    if (length < static_cast<int>(sizeof(shortText))) {
+      line.text = length < 0 ? format : shortText;
+    } else {
+      line.text.resize(static_cast<size_t>(length) + 1);
+      std::vsnprintf(line.text.data(), line.text.size(), format, again);
+      line.text.pop_back();
+    }
+    write(std::move(line));
+  } catch (const std::bad_alloc&) {
+    // The line is lost.
   }
-  write(std::move(line));
   va_end(again);
   errno = savedErrno;
 }

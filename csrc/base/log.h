@@ -8,7 +8,8 @@
 //
 // Writing never blocks: lines that the reader of stderr or of the file does not accept are kept, up
 // to a limit, and written with a later line, by flushLog(), or when the process ends. Lines beyond
-// the limit are dropped, and the next line reports how many.
+// the limit are dropped, and the next line reports how many. A line for which there is no memory is
+// lost: a log must not make an operation fail.
 #pragma once
 
 #include <atomic>
@@ -41,7 +42,7 @@ inline bool isLogged(LogLevel level) {
 
 // Logs the failure of a group: the first line of the text, as every rank logs one and the exception
 // has all of it. At the level kFailure only the process's first failure is logged.
-void logFailure(const std::string& story);
+void logFailure(const std::string& message);
 
 // While one exists, the lines of its thread are kept; the end of the outermost one writes them. For
 // a thread that holds a lock which others need, or that must notify others first.

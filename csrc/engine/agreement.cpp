@@ -105,10 +105,6 @@ std::string Agreement::notesSince(uint64_t first) const {
   return notes;
 }
 
-bool Agreement::mayTell(int rank) {
-  return mailbox_.calls().hasBegun() && !membership_.hasFailed() && !membership_.hasLeft(rank);
-}
-
 void Agreement::tellArrived(const std::vector<int>& awaited) {
   IoLock lock(mailbox_.ioMutex());
   if (!mailbox_.calls().hasBegun() || membership_.hasFailed()) return;
@@ -128,11 +124,6 @@ void Agreement::tellArrived(const std::vector<int>& awaited) {
 int Agreement::parent() const {
   return group_.tree.parentOf(mailbox_.rank(),
                               [this](int rank) { return membership_.hasLeft(rank); });
-}
-
-std::vector<int> Agreement::children() const {
-  return group_.tree.childrenOf(mailbox_.rank(),
-                                [this](int rank) { return membership_.hasLeft(rank); });
 }
 
 // A rank that has not created the group yet stores what it receives and does not act on it. So it
@@ -185,7 +176,8 @@ void Agreement::passOn(int source, const Note& note, bool isNew) {
     return;
   }
   if (!isTimeFor(down_, isNew)) return;
-  for (const int child : children()) tellArrived(child, note);
+  const auto hasLeft = [this](int rank) { return membership_.hasLeft(rank); };
+  for (const int child : group_.tree.childrenOf(mailbox_.rank(), hasLeft)) tellArrived(child, note);
 }
 
 bool Agreement::noteArrived(int rank, uint64_t sequence) {
@@ -197,9 +189,10 @@ bool Agreement::noteArrived(int rank, uint64_t sequence) {
 bool Agreement::compareWithNext(bool atOnce) {
   IoLock lock(mailbox_.ioMutex());
   const int next = (mailbox_.rank() + 1) % mailbox_.ranks();
-  if (next == mailbox_.rank() || !mayTell(next)) return false;
-  const auto now = std::chrono::steady_clock::now();
   const CallLog& calls = mailbox_.calls();
+  if (next == mailbox_.rank() || !calls.hasBegun()) return false;
+  if (membership_.hasFailed() || membership_.hasLeft(next)) return false;
+  const auto now = std::chrono::steady_clock::now();
   if (comparedUpTo_ > calls.current()) return now - comparedAt_ < kAnswersWithin;
   if (!atOnce && now - comparedAt_ < kCompareEvery) return true;
   const std::string notes = notesSince(std::max(comparedUpTo_, calls.oldest()));

@@ -73,9 +73,7 @@ class Agreement {
   void compare(int source, uint64_t sequence, const Signature& theirs) REQUIRES(ioRole);
   void fail(const Signature& mine, int source, const Signature& theirs, const std::string& where,
             uint64_t from, uint64_t sequence) REQUIRES(ioRole);
-  bool mayTell(int rank) REQUIRES(ioRole);
   int parent() const;  // as ControlTree::parentOf()
-  std::vector<int> children() const;
   bool isNews(const Note& note) REQUIRES(ioRole);
   void hear(const Note& note) REQUIRES(ioRole);
   void tellArrived(int rank, const Note& note) REQUIRES(ioRole);

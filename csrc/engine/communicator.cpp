@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cstring>
 #include <new>
@@ -272,30 +273,8 @@ OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
   return group_.record.enqueue(message, steadyNanos(), /*isStarted=*/true);
 }
 
-OpPtr Communicator::send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-                         Milliseconds timeout) {
-  return post(OpKind::kSend, message, std::move(keepAlive), willWait, timeout);
-}
-
-OpPtr Communicator::recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-                         Milliseconds timeout) {
-  return post(OpKind::kRecv, message, std::move(keepAlive), willWait, timeout);
-}
-
-OpPtr Communicator::put(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-                        Milliseconds timeout) {
-  return post(OpKind::kPut, message, std::move(keepAlive), willWait, timeout);
-}
-
-OpPtr Communicator::signal(const Message& message, bool willWait, Milliseconds timeout) {
-  return post(OpKind::kSignal, message, nullptr, willWait, timeout);
-}
-
-OpPtr Communicator::waitSignal(const Message& message, bool willWait, Milliseconds timeout) {
-  return post(OpKind::kWaitSignal, message, nullptr, willWait, timeout);
-}
-
 OpPtr Communicator::putInto(char* place, const Message& message) {
+  diagnosis_.noteCaller();
   group_.membership.lookIntoArena();
   Signature signature = signatureOf(OpKind::kPut);
   signature.bytes = message.data.bytes;
@@ -391,11 +370,12 @@ Status Communicator::meetNeighbours() {
   MYCOLL_RETURN_IF_ERROR(
       wait(submit(std::move(barrier), nullptr, /*willWait=*/true), Deadline::never()));
   if (ranks() < 2) return Status();
-  char sent = 0, got = 0;
+  // Held until both are done, also if a signal ends this wait.
+  const auto bytes = std::make_shared<std::array<char, 2>>();
   const int next = (rank() + 1) % ranks();
   const int previous = (rank() + ranks() - 1) % ranks();
-  const OpPtr sending = send({{&sent, 1}, next, 0, DType::kUInt8}, nullptr, /*willWait=*/true);
-  const OpPtr receiving = recv({{&got, 1}, previous, 0, DType::kUInt8}, nullptr, true);
+  const OpPtr sending = send({{&(*bytes)[0], 1}, next, 0, DType::kUInt8}, bytes, true);
+  const OpPtr receiving = recv({{&(*bytes)[1], 1}, previous, 0, DType::kUInt8}, bytes, true);
   MYCOLL_RETURN_IF_ERROR(wait(receiving, Deadline::never()));
   return wait(sending, Deadline::never());
 }

@@ -121,24 +121,26 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   void advance() { queue_.run(0); }
 
   // ---- messages
-  // Never queued behind collectives. Messages between two ranks with equal tags arrive in the order
-  // sent.
+  // A send, recv, put, signal or wait_signal. Never queued behind collectives. Messages between two
+  // ranks with equal tags arrive in the order sent. A put is done when it has left.
+  OpPtr post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+             Milliseconds timeout = kGroupTimeout);
   OpPtr send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-             Milliseconds timeout = kGroupTimeout);
+             Milliseconds timeout = kGroupTimeout) {
+    return post(OpKind::kSend, message, std::move(keepAlive), willWait, timeout);
+  }
   OpPtr recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-             Milliseconds timeout = kGroupTimeout);
+             Milliseconds timeout = kGroupTimeout) {
+    return post(OpKind::kRecv, message, std::move(keepAlive), willWait, timeout);
+  }
 
   // ---- windows (window.h, which checks the arguments)
   // A window gets its number when its opening begins to run: in the same order on all ranks.
   uint64_t nextWindow() { return windows_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void noteWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);
-  // Done when the message has left.
-  OpPtr put(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-            Milliseconds timeout = kGroupTimeout);
-  // As put(), into memory that is mapped here: done when it returns.
+  // Puts a message into memory that is mapped here: done when it returns. place: may be null if the
+  // message is empty.
   OpPtr putInto(char* place, const Message& message);
-  OpPtr signal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
-  OpPtr waitSignal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
   // The group is dead: its windows release the other ranks' memory. Called by the engine.
   void releaseWindows() EXCLUDES(openWindowsMutex_);
 
@@ -208,8 +210,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
 
   OpPtr enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive, bool willWait,
                 Milliseconds timeout);
-  OpPtr post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
-             Milliseconds timeout);
   // The op is done already if the group has failed.
   std::shared_ptr<MessageOp> makeMessage(OpKind kind, const Message& message,
                                          const Signature& signature);

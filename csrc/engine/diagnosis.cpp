@@ -281,18 +281,17 @@ bool Diagnosis::isLate(const CollectiveOp& op) const {
 
 void Diagnosis::checkHealth() {
   std::optional<Block> block;
-  uint32_t rounds = 0;
+  std::optional<uint32_t> round;
   queue_.inspectHead([&](CollectiveOp& op, std::vector<int> missing) {
     if (group_.membership.noticeFailure(runner_.current())) return;
     const bool isWorthAsking = !missing.empty();
     check(op, missing);
     if (!isWorthAsking || group_.membership.hasFailed()) return;
-    if (!isTimeToAsk(op, op.waitsSince())) return;
-    block = blockOf(op, std::move(missing));
-    rounds = op.rounds;
+    round = nextRound(op, op.waitsSince());
+    if (round) block = blockOf(op, std::move(missing));
   });
   group_.membership.spread();
-  if (block) ask(*block, rounds);
+  if (block) passOn(Question{*round, false, 0, {}, {}}, *block);
 }
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
@@ -335,12 +334,12 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
     std::erase_if(gone, [&](int rank) { return !contains(missing, rank); });
   }
   if (gone.empty()) {
-    leftSince_ = {};
+    op.leftSince = {};
   } else if (isExact) {
     group_.membership.failFirst(hasLeft(op, gone));
-  } else if (leftSince_ == Clock::time_point{}) {
-    leftSince_ = now;
-  } else if (now - leftSince_ > kLeftGrace) {
+  } else if (op.leftSince == Clock::time_point{}) {
+    op.leftSince = now;
+  } else if (now - op.leftSince > kLeftGrace) {
     group_.membership.failFirst(hasLeft(op, gone));
   }
 }
@@ -348,8 +347,9 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
 void Diagnosis::checkMessage(MessageOp& op) {
   if (op.done() || group_.membership.lookIntoArena()) return;
   if (!op.deadline.expired()) {
-    if (!isTimeToAsk(op, op.submitted)) return;
-    if (const auto block = blockOf(op)) ask(*block, op.rounds);
+    const std::optional<uint32_t> round = nextRound(op, op.submitted);
+    if (const auto block = round ? blockOf(op) : std::nullopt)
+      passOn(Question{*round, false, 0, {}, {}}, *block);
     return;
   }
   const bool isAnyone = op.rank == kFromAnyone;
@@ -380,9 +380,8 @@ void Diagnosis::noteCaller() {
   if (caller_.note()) group_.engine->caller().note();
 }
 
-void Diagnosis::enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op,
-                      Clock::time_point since) {
-  entry->emplace(group_.engine->waits(), Wait{threadNumber(), self_.weak_from_this(), op, since});
+void Diagnosis::enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op) {
+  entry->emplace(group_.engine->waits(), Wait{threadNumber(), self_.weak_from_this(), op});
 }
 
 // The thread that should make this group's next call.
@@ -476,7 +475,7 @@ std::string Diagnosis::explainMissingCall(std::optional<Block>* block) {
 
 // ---- asking ------------------------------------------------------------------------------------
 
-bool Diagnosis::isTimeToAsk(Op& op, Clock::time_point since) {
+std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
   MutexLock lock(mutex_);  // two threads may wait for one op
   constexpr Milliseconds kPauses[] = {Milliseconds(1000), Milliseconds(500), Milliseconds(500),
                                       Milliseconds(1000), Milliseconds(2000)};
@@ -489,16 +488,9 @@ bool Diagnosis::isTimeToAsk(Op& op, Clock::time_point since) {
   const bool isLast = !op.deadline.isNever() &&
                       now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
                       op.deadline.when() - now < Milliseconds(250);
-  if (now - op.asked < pause && !isLast) return false;
+  if (now - op.asked < pause && !isLast) return std::nullopt;
   op.asked = now;
-  ++op.rounds;
-  return true;
-}
-
-void Diagnosis::ask(const Block& block, uint32_t round) {
-  Question question;
-  question.round = round;
-  passOn(question, block);
+  return ++op.rounds;
 }
 
 void Diagnosis::passOn(Question question, const Block& block) {

@@ -54,8 +54,7 @@ class Diagnosis {
   // Threads that have not called the group so far may make the call that others wait for.
   void noteOtherCallers() { caller_.noteMany(); }
   // Registers a wait that only its op can end.
-  void enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op,
-             std::chrono::steady_clock::time_point since);
+  void enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op);
   // To be called every 50 ms. Checks the deadline and the missing ranks of the collective that
   // runs.
   void checkHealth();
@@ -107,8 +106,8 @@ class Diagnosis {
   std::string lastAnswer(int rank) const;
   std::string listArrived(const std::vector<int>& missing, const std::vector<int>& behind) const;
 
-  bool isTimeToAsk(Op& op, Clock::time_point since);
-  void ask(const Block& block, uint32_t round);
+  // Returns the number of the next question if it is time to ask it.
+  std::optional<uint32_t> nextRound(Op& op, Clock::time_point since);
   void passOn(Question question, const Block& block);
   uint64_t identityOf(bool isMessage, uint64_t number) const;
   Block blockBy(const Op& op, const std::string& call, Clock::time_point since,
@@ -131,7 +130,6 @@ class Diagnosis {
   Runner& runner_;
   Queue& queue_;
 
-  Clock::time_point leftSince_;  // guarded by the queue's run lock
   const uint64_t creator_ = threadNumber();
   Caller caller_;
 

@@ -25,29 +25,6 @@ constexpr auto kChores = std::chrono::milliseconds(250);
 // An idle thread checks unfinished handshakes and the peers' processes this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
-// For a scope, other ranks ring this process when they have something for these groups.
-class Asleep {
- public:
-  Asleep(Mesh& mesh, const std::vector<std::shared_ptr<Communicator>>& groups) : mesh_(mesh) {
-    for (const auto& group : groups) {
-      if (Arena* arena = group->arena()) arenas_.push_back(arena);
-    }
-    set(true);
-  }
-  ~Asleep() { set(false); }
-  Asleep(const Asleep&) = delete;
-  Asleep& operator=(const Asleep&) = delete;
-
- private:
-  void set(bool isAsleep) {
-    mesh_.setAsleep(isAsleep);
-    for (Arena* arena : arenas_) arena->setAsleep(isAsleep);
-  }
-
-  Mesh& mesh_;
-  std::vector<Arena*> arenas_;
-};
-
 // The engines of this process. The first one serves nearly all groups.
 struct ProcessEngines {
   Mutex mutex;
@@ -258,7 +235,11 @@ void Engine::Progress::work() {
     std::vector<std::shared_ptr<Communicator>> asleep = alive();
     std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
     Sleeper::Nap nap(mesh->sleeper(), generation);
-    const Asleep asleepNow(*mesh, asleep);
+    std::vector<Arena*> arenas;
+    for (const auto& group : asleep) {
+      if (Arena* const arena = group->arena()) arenas.push_back(arena);
+    }
+    const Asleep ringing(*mesh, arenas);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded, &advanced)) {
       // Without a group that waits, only handshakes, queued messages and new groups are waited for.
@@ -284,7 +265,7 @@ void Engine::Progress::doChores() {
     group->diagnosis().checkFutures();
     if (group->hasFailed()) group->releaseWindows();
   }
-  if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
+  TraceFile::writeInBackground(isUnseen);
 }
 
 // There is nothing to do, and the user's threads wait for their operations themselves. Their

@@ -10,12 +10,14 @@
 #include <condition_variable>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/mutex.h"
 #include "base/status.h"
+#include "collectives/shm/arena.h"
 #include "engine/waits.h"
 #include "transport/mesh.h"
 
@@ -129,6 +131,25 @@ class Attending {
 
  private:
   Engine& engine_;
+};
+
+// For a scope, other ranks ring this process when they have something for it in these arenas, or in
+// the mesh.
+class Asleep {
+ public:
+  Asleep(Mesh& mesh, std::span<Arena* const> arenas) : mesh_(mesh), arenas_(arenas) { set(true); }
+  ~Asleep() { set(false); }
+  Asleep(const Asleep&) = delete;
+  Asleep& operator=(const Asleep&) = delete;
+
+ private:
+  void set(bool isAsleep) {
+    mesh_.setAsleep(isAsleep);
+    for (Arena* const arena : arenas_) arena->setAsleep(isAsleep);
+  }
+
+  Mesh& mesh_;
+  const std::span<Arena* const> arenas_;
 };
 
 // While it lives, the engine's thread waits for messages that no group of this process waits for.

@@ -190,7 +190,9 @@ Status Forming::run(GroupAddress* result) {
                                                                   : kNotify);
   const bool isFormed = status.ok() || !spread(status);
   flush(end);
-  if (isFormed) return round_->result(result);
+  // An interruption comes first: the signal was taken from the interpreter, which will not raise it
+  // again.
+  if (isFormed && code != Code::kInterrupted) return round_->result(result);
   if (round_) round_->leave();
   return status;
 }

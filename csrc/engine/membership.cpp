@@ -86,9 +86,13 @@ void Membership::fail(const Status& cause, bool tellsOthers, uint64_t from) {
   spread();
 }
 
-void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from) {
+void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from) noexcept {
   IoLock lock(mailbox_.ioMutex());
-  failLocked(cause, tellsOthers, from);
+  try {
+    failLocked(cause, tellsOthers, from);
+  } catch (const std::bad_alloc&) {
+    mailbox_.mesh().runOut();
+  }
   hasNews_ = true;
 }
 
@@ -108,6 +112,18 @@ void Membership::spread() {
   mailbox_.mesh().sleeper().wakeAll();
 }
 
+Status Membership::asCause(const Status& why) const {
+  Cause fields = why.cause();
+  if (fields.group == 0) fields.group = mailbox_.group().context;
+  try {
+    return inGroup(mailbox_.group().name, Status(why.code(), why.message(), fields));
+  } catch (const std::bad_alloc&) {
+    return why;
+  }
+}
+
+// If memory runs out, the group has failed on this rank. The mesh then fails all groups of the
+// process, and breaks its connections, so that the other ranks detect it.
 void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) {
   if (!cause_.ok()) {
     if (from >= failedFrom_) return;
@@ -117,18 +133,9 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
     if (isPassedOn_) this->tellOthers();
     return;
   }
-  Cause fields = why.cause();
-  if (fields.group == 0) fields.group = mailbox_.group().context;
-  cause_ = inGroup(mailbox_.group().name, Status(why.code(), why.message(), fields));
+  cause_ = asCause(why);
   failedFrom_ = from;
   if (state_ == State::kOpen) moveTo(State::kFailed);
-  // Log it as soon as it is known; a departure without a failure is not logged.
-  if (cause_.code() != Code::kAborted) {
-    logFailure(cause_.message());
-    if (whenFailed_) callAfterDelay(std::exchange(whenFailed_, nullptr));
-  } else if (tellsOthers) {
-    MYCOLL_LOG_ERROR("%s", cause_.message().c_str());
-  }
   {
     MutexLock lock(failureMutex_);
     failure_ = cause_;
@@ -142,6 +149,13 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   hasFailed_.store(true, std::memory_order_release);
   group_.record.fail(cause_);
   mailbox_.failFrom(failedFrom_, cause_);
+  // A departure without a failure is not logged.
+  if (cause_.code() != Code::kAborted) {
+    logFailure(cause_.message());
+    if (whenFailed_) callAfterDelay(std::exchange(whenFailed_, nullptr));
+  } else if (tellsOthers) {
+    MYCOLL_LOG_ERROR("%s", cause_.message().c_str());
+  }
   if (!tellsOthers || !tellsOthers_) return;
   isPassedOn_ = isLarge_;
   this->tellOthers();

@@ -61,7 +61,8 @@ class Membership {
   // Ends operations, whose callbacks run here: the caller holds no lock.
   void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
   // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
-  void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
+  // If memory runs out, all groups of the process fail.
+  void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0) noexcept;
   // Sends queued frames, completes the operations that have ended, and wakes waiting threads. Does
   // nothing unless failFirst() was called before.
   void spread();
@@ -110,6 +111,7 @@ class Membership {
   enum class State { kOpen, kFailed, kLeaving, kLeft };
 
   bool failAsArena();
+  Status asCause(const Status& why) const;
   void moveTo(State next) REQUIRES(ioRole);
   void isGone(int rank, const Status& story, bool isFailure) REQUIRES(ioRole);
   void tellOthers() REQUIRES(ioRole);

@@ -32,7 +32,15 @@ void Op::finish(Status status) {
     MutexLock lock(mutex_);
     callbacks.swap(callbacks_);
   }
-  for (auto& fn : callbacks) fn();
+  bool hasRunOut = false;
+  for (auto& fn : callbacks) {
+    try {
+      fn();
+    } catch (const std::bad_alloc&) {
+      hasRunOut = true;
+    }
+  }
+  if (hasRunOut) throw std::bad_alloc();
 }
 
 Operation CollectiveOp::description() const {

@@ -52,7 +52,8 @@ class Op {
 
   // As onDone(), for the engine itself: does not make the op awaited.
   void atEnd(std::function<void()> fn);
-  // Publishes the outcome, runs the callbacks and releases the program's memory.
+  // Publishes the outcome, runs the callbacks and releases the program's memory. Throws bad_alloc
+  // if a callback did, after the others: what the callback was to do may now never be done.
   void finish(Status status);
   // Whether onDone() was called: maybe no thread waits for the op.
   bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
@@ -144,6 +145,7 @@ class CollectiveOp final : public Op {
   std::chrono::steady_clock::time_point begun;  // external only: when it reached the queue's head
   Task task;
   std::chrono::steady_clock::time_point announced;  // when it last sent a notice that it waits
+  std::chrono::steady_clock::time_point leftSince;  // when ranks that it waits for had first left
   bool hasWarned = false;
 };
 

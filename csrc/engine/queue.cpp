@@ -58,20 +58,20 @@ Queue::Position Queue::position() const {
 }
 
 bool Queue::inspectHead(const Inspect& fn) {
+  CollectiveOp* op;
   {
     if (!runMutex_.tryLock()) return false;
     MutexLock running(runMutex_, std::adopt_lock);
-    CollectiveOp* const op = head_.load(std::memory_order_acquire);
-    if (!op) return false;
+    op = head_.load(std::memory_order_acquire);
     std::vector<int> missing;
-    const bool isWaiting = op->task.valid() && !op->task.finished() && op->task.waitingFor();
+    const bool isWaiting = op && op->task.valid() && !op->task.finished() && op->task.waitingFor();
     if (isWaiting && !op->task.waitingFor()->ready()) missing = op->task.waitingFor()->missing();
-    fn(*op, std::move(missing));
+    if (op) fn(*op, std::move(missing));
   }
   // Either this sees the flag, or the thread that sets it finds the run lock free: see sleepFor().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (isLookMissed_.exchange(false)) group_.engine->mesh()->sleeper().wakeAll();
-  return true;
+  return op != nullptr;
 }
 
 // ---- running -----------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
   *hasEnded = op.task.finished();
   if (*hasEnded) {
     *outcome = op.task.result();
+    op.task.reset();
     // A failure that is already known must not fail earlier collectives. A mismatch must not fail
     // earlier collectives that other ranks still run.
     if (!outcome->ok() && !group_.membership.hasFailed()) {
       const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
       group_.membership.failFirst(*outcome, /*tellsOthers=*/true, from);
     }
-    op.task.reset();
   }
   return true;
 }
@@ -149,7 +149,11 @@ bool Queue::run(int spins) {
       head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
     if (!outcome.ok()) group_.membership.spread();
-    ended->finish(std::move(outcome));
+    try {
+      ended->finish(std::move(outcome));
+    } catch (const std::bad_alloc&) {
+      group_.membership.fail(detail::outOfMemory());
+    }
     group_.engine->mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
   }
@@ -168,10 +172,12 @@ class Waiting {
   }
   ~Waiting() { end(); }
   void begin() {
+    isCounted_ = true;
     engine_.beginWait();
     if (waiters_) waiters_->fetch_add(1, std::memory_order_seq_cst);
   }
   void end() {
+    if (!std::exchange(isCounted_, false)) return;
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
     queue_.handOn();
@@ -181,6 +187,7 @@ class Waiting {
   Engine& engine_;
   const Queue& queue_;
   std::atomic<int>* const waiters_;
+  bool isCounted_ = false;
 };
 
 }  // namespace
@@ -236,7 +243,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;
       // Only a wait without a deadline blocks its thread: one that polls is not stuck.
-      if (!entry && deadline.isNever()) diagnosis_.enter(&entry, op, began);
+      if (!entry && deadline.isNever()) diagnosis_.enter(&entry, op);
       lookAround(*op);
       if (op->done()) break;
       // Both calls may wait for the interpreter, which another thread may hold for long: meanwhile
@@ -273,8 +280,7 @@ bool Queue::sleepFor(const Op& op, Deadline deadline) {
   Mesh& mesh = *group_.engine->mesh();
   Arena* const arena = runner_.arena();
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
-  mesh.setAsleep(true);
-  if (arena) arena->setAsleep(true);
+  const Asleep asleep(mesh, {&arena, arena ? 1u : 0u});
   // Look once more: from here on peers ring, and threads of this process wake this one. If another
   // thread is inspecting the queue, it wakes this one afterwards.
   isLookMissed_.store(true);
@@ -284,8 +290,6 @@ bool Queue::sleepFor(const Op& op, Deadline deadline) {
   if (!advanced && !moved && !op.done()) {
     nap.sleep(earlier(deadline, Deadline::after(kWaitTick)));
   }
-  if (arena) arena->setAsleep(false);
-  mesh.setAsleep(false);
   return advanced;
 }
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -28,7 +27,6 @@ struct Wait {
   uint64_t thread = 0;
   std::weak_ptr<Communicator> group;
   OpPtr op;
-  std::chrono::steady_clock::time_point since;
 };
 
 class WaitBoard {

@@ -297,27 +297,19 @@ Status Window::put(Span data, int rank, uint64_t offset, std::shared_ptr<void> k
     pages = mapped_[rank];
   }
   char* const place = rank == group_->rank() ? memory_.begin() : pages ? pages->data() : nullptr;
-  *op = place != nullptr || data.bytes == 0
-            ? group_->putInto(place + offset, message)
-            : group_->put(message, std::move(keepAlive), willWait, timeout);
+  *op = place != nullptr ? group_->putInto(place + offset, message)
+        : data.bytes == 0
+            ? group_->putInto(nullptr, message)
+            : group_->post(OpKind::kPut, message, std::move(keepAlive), willWait, timeout);
   return Status();
 }
 
-Status Window::signal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
+Status Window::post(OpKind kind, int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
   MutexLock lock(mutex_);
   MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
   const uint64_t id = id_;
   lock.unlock();
-  *op = group_->signal({{}, rank, id}, willWait, timeout);
-  return Status();
-}
-
-Status Window::waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
-  MutexLock lock(mutex_);
-  MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
-  const uint64_t id = id_;
-  lock.unlock();
-  *op = group_->waitSignal({{}, rank, id}, willWait, timeout);
+  *op = group_->post(kind, {{}, rank, id}, nullptr, willWait, timeout);
   return Status();
 }
 

@@ -77,8 +77,12 @@ class Window final : public std::enable_shared_from_this<Window> {
   // *op is done when the source may be used again.
   Status put(Span data, int rank, uint64_t offset, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
-  Status signal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
-  Status waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
+  Status signal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
+    return post(OpKind::kSignal, rank, willWait, timeout, op);
+  }
+  Status waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
+    return post(OpKind::kWaitSignal, rank, willWait, timeout, op);
+  }
   // Another rank's memory; null if it is not mapped here.
   Status map(int rank, std::shared_ptr<Pages>* pages) const EXCLUDES(mutex_);
 
@@ -86,6 +90,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   void releaseOthers() EXCLUDES(mutex_);
 
  private:
+  Status post(OpKind kind, int rank, bool willWait, Milliseconds timeout, OpPtr* op)
+      EXCLUDES(mutex_);
   enum class State { kClosed, kOpening, kOpen, kClosing };
   struct Part;     // a rank's entry: its memory
   struct Passing;  // exchange of descriptors

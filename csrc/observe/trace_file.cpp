@@ -128,20 +128,23 @@ void removeOldJobs(const std::string& parent) {
   }
 }
 
-Status defaultPath(std::string* path) {
-  const std::string parent = "/tmp/mycoll-" + std::to_string(geteuid());
-  MYCOLL_RETURN_IF_ERROR(makePrivate(parent));
-  const std::string folder = parent + "/" + BlackBox::process().job();
-  MYCOLL_RETURN_IF_ERROR(makePrivate(folder));
-  removeOldJobs(parent);
-  *path = folder + "/rank_" + std::to_string(std::max(0, BlackBox::process().rank()));
-  return Status();
+std::string parentFolder() { return "/tmp/mycoll-" + std::to_string(geteuid()); }
+std::string jobFolder() { return parentFolder() + "/" + BlackBox::process().job(); }
+
+bool isInJobFolder() {
+  return Env::process().traceFile.empty() || Env::process().traceFile == "off";
 }
 
-Status choosePath(std::string* path) {
-  const std::string& wanted = Env::process().traceFile;
-  if (wanted.empty() || wanted == "off") return defaultPath(path);
-  *path = expandPattern(wanted, BlackBox::process().rank());
+std::string chosenPath() {
+  const int rank = BlackBox::process().rank();
+  if (!isInJobFolder()) return expandPattern(Env::process().traceFile, rank);
+  return jobFolder() + "/rank_" + std::to_string(std::max(0, rank));
+}
+
+Status makeJobFolder() {
+  MYCOLL_RETURN_IF_ERROR(makePrivate(parentFolder()));
+  MYCOLL_RETURN_IF_ERROR(makePrivate(jobFolder()));
+  removeOldJobs(parentFolder());
   return Status();
 }
 
@@ -187,27 +190,24 @@ void TraceFile::want() {
 
 std::string TraceFile::command() {
   if (wish().progress.load() == Progress::kNothing || isOff()) return "";
-  std::string path;
-  if (!choosePath(&path).ok()) return "";
+  const std::string path = chosenPath();
   const size_t slash = path.rfind('/');
   const std::string folder = slash == path.npos ? "." : path.substr(0, std::max<size_t>(1, slash));
   return "mycoll trace " + quoted(folder);
 }
 
-bool TraceFile::isLeftOver() {
-  if (wish().progress.load(std::memory_order_relaxed) != Progress::kWanted) return false;
-  return steadyNanos() - wish().since.load() > kLeftToCallers;
-}
-
 void TraceFile::writeWanted() { writeUnless(Progress::kWritten); }
 
-void TraceFile::writeMeanwhile() { writeUnless(Progress::kMeanwhile); }
+void TraceFile::writeInBackground(bool isUnseen) {
+  const bool isLeftOver = wish().progress.load(std::memory_order_relaxed) == Progress::kWanted &&
+                          steadyNanos() - wish().since.load() > kLeftToCallers;
+  if (isUnseen || isLeftOver) writeUnless(Progress::kMeanwhile);
+}
 
 Status TraceFile::write(const std::string& path, std::string* written) {
-  std::string target = path;
-  if (target.empty()) MYCOLL_RETURN_IF_ERROR(choosePath(&target));
-  MYCOLL_RETURN_IF_ERROR(writeWhole(target, BlackBox::process().snapshot()));
-  *written = std::move(target);
+  if (path.empty() && isInJobFolder()) MYCOLL_RETURN_IF_ERROR(makeJobFolder());
+  *written = path.empty() ? chosenPath() : path;
+  MYCOLL_RETURN_IF_ERROR(writeWhole(*written, BlackBox::process().snapshot()));
   return Status();
 }
 

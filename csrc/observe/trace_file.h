@@ -24,12 +24,10 @@ class TraceFile {
   // Writes the file if it is requested and not yet written. A call that fails by the failure calls
   // this before it returns.
   static void writeWanted();
-  // For the background: whether the file has been requested for a while and no failing call wrote
-  // it.
-  static bool isLeftOver();
-  // For the background: writes the file now, as the process may end without another call. The first
-  // failing call writes it again, and so adds its entry.
-  static void writeMeanwhile();
+  // For the background: writes the file now if no call of the program can know of the failure
+  // (isUnseen), or if no failing call has written the requested file for a while, as the process
+  // may end without another call. The first failing call writes it again, and so adds its entry.
+  static void writeInBackground(bool isUnseen);
 
   // On request. Empty path: as after a failure. Readers see the complete file or none.
   static Status write(const std::string& path, std::string* written);

@@ -273,7 +273,7 @@ void Mailbox::setAbsent(int rank, Status status, bool isFailure) {
 }
 
 Status Mailbox::absenceOf(int rank) {
-  const auto found = absent_.find(rank);
+  const auto found = rank == kFromAnyone && isAlone() ? absent_.begin() : absent_.find(rank);
   if (found == absent_.end()) return Status();
   const Absence& absence = found->second;
   if (!absence.isFailure) return absence.status;
@@ -353,7 +353,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
       return acceptUnexpected(request, message);
     }
   }
-  if (source != kFromAnyone && !admit(request, absenceOf(source))) return;
+  if (!admit(request, absenceOf(source))) return;
   posted_.push_back(&request);
 }
 
@@ -735,7 +735,8 @@ void Mailbox::endSends(const Status& status) {
 
 void Mailbox::endMessagesOf(int rank, const Status& status) {
   endAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
-    return request.peer_ == rank && isBetweenTwo(request.messageClass_) &&
+    const bool isFrom = request.peer_ == rank || (request.peer_ == kFromAnyone && isAlone());
+    return isFrom && isBetweenTwo(request.messageClass_) &&
            (!request.isReceive_ || isWaiting(request));
   });
 }

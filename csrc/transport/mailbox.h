@@ -138,7 +138,7 @@ class Mailbox {
   // Each ends all open requests of one kind with this status:
   void endSends(const Status& status) REQUIRES(ioRole);
   // Messages with that rank that it has not matched: sends, and receives for which nothing has
-  // arrived.
+  // arrived. If no other rank is left, also receives from any rank.
   void endMessagesOf(int rank, const Status& status) REQUIRES(ioRole);
   // Requests to this process for which NotSent or PeerLost was raised.
   void endUnsent(const std::string& uid, const std::string& how) REQUIRES(ioRole);
@@ -184,8 +184,12 @@ class Mailbox {
   bool checkRank(Transfer& request, int rank, const char* what);
   // Not ok: a message of this class and tag ends with this status, as the group has failed.
   Status failureOf(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
-  // Not ok: a request that needs the rank ends with this status.
+  // Not ok: a request that needs the rank, or any rank, ends with this status.
   Status absenceOf(int rank) REQUIRES(ioRole);
+  // All other ranks have left.
+  bool isAlone() const REQUIRES(ioRole) {
+    return !absent_.empty() && absent_.size() + 1 == group_.peers.size();
+  }
   // Returns true if `refusal` is ok. If not, ends the request with it.
   bool admit(Transfer& request, Status refusal) REQUIRES(ioRole);
   void raise(Event event) REQUIRES(ioRole);

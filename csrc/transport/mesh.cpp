@@ -144,7 +144,12 @@ Transfer* Mesh::takeDelivered() {
 void Mesh::deliver(Transfer* first) NO_THREAD_SAFETY_ANALYSIS {
   while (first) {
     Transfer* const request = std::exchange(first, first->next_);  // it may end its own life
-    request->deliver();
+    try {
+      request->deliver();
+    } catch (const std::bad_alloc&) {
+      const IoLock lock(io_);
+      runOut();
+    }
   }
 }
 

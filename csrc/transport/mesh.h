@@ -78,6 +78,8 @@ class Mesh {
   void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
     local_.raise(mailbox, std::move(event));
   }
+  // Memory has run out in work that cannot be repeated: the next turn fails all groups.
+  void runOut() REQUIRES(ioRole) { hasRunOut_ = true; }
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
   // Delivers the request after this turn. Does not allocate: a request must end in any case.
   void finishDelivered(Transfer* request) REQUIRES(ioRole) {
@@ -118,7 +120,7 @@ class Mesh {
   void raiseLost(const PeerLost& lost) REQUIRES(ioRole);  // for all groups
   Transfer* takeDelivered() REQUIRES(ioRole);
   // Delivers the requests of such a list, which no other thread knows.
-  static void deliver(Transfer* first);
+  void deliver(Transfer* first);
 
   Local local_;
   IoMutex io_;

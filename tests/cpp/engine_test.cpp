@@ -374,6 +374,37 @@ TEST(Engine, whoHasLeftIsMissedAtOnce) {
   EXPECT(fastest.load() < 400);
 }
 
+TEST(Engine, aReceiveFromAnyRankEndsWhenAllOthersHaveLeft) {
+  for (Links links : kAllLinks) {
+    std::latch posted(3);
+    runWorld(3, links, [&](Communicator& group) {
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      int32_t value = 0;
+      const Message fromAny{{&value, 4}, kAnySource, 5, DType::kInt32};
+      OpPtr receiving;
+      if (group.rank() == 0) receiving = group.recv(fromAny, nullptr, true);
+      posted.arrive_and_wait();
+      if (group.rank() == 1) {
+        int32_t word = 7;
+        const Message toZero{{&word, 4}, 0, 6, DType::kInt32};
+        EXPECT_OK(group.wait(group.send(toZero, nullptr, true), Deadline::never()));
+      }
+      if (group.rank() != 0) return;
+      const Status status = group.wait(receiving, Deadline::after(std::chrono::seconds(60)));
+      EXPECT_EQ(status.code(), Code::kPeerLost);
+      EXPECT(status.message().find("has left the group") != std::string::npos);
+      // What has arrived before is received; what will not arrive is not waited for.
+      for (const auto& [tag, code] : {std::pair{6, Code::kOk}, std::pair{6, Code::kPeerLost}}) {
+        Message late = fromAny;
+        late.tag = tag;
+        const OpPtr op = group.recv(late, nullptr, true);
+        EXPECT_EQ(group.wait(op, Deadline::after(std::chrono::seconds(60))).code(), code);
+      }
+      EXPECT_EQ(value, 7);
+    });
+  }
+}
+
 TEST(Engine, abortEndsReceives) {
   for (Links links : kAllLinks) {
     for (bool leavesAtOnce : {true, false}) {

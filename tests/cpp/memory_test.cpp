@@ -168,3 +168,43 @@ TEST(Memory, everyAllocationOfAGroupsEndMayFail) {
   }
   doesAnyLack = false;
 }
+
+// One rank finds that the calls differ, with a thread that gets no memory. Its group fails anyway.
+TEST(Memory, everyAllocationOfAFailureMayFail) {
+  leastBytes = 1;
+  doesAnyLack = true;
+  for (const Links links : {Links::kShm, Links::kTcp}) {
+    int number = 0;
+    bool isOver = false;
+    while (!isOver && number < 1000) {
+      ++number;
+      runWorld(
+          2, links,
+          [&](Communicator& group) {
+            std::vector<int32_t> values = input(group.rank(), kSmall);
+            Call differing = call(group.rank() == 0 ? OpKind::kAllReduce : OpKind::kBroadcast);
+            differing.in = differing.out = {span(values)};
+            OpPtr op = group.submit(std::move(differing), nullptr, false);
+            lacksMemory = group.rank() == 0;
+            if (lacksMemory) failing = number;
+            Status status;
+            for (bool isKnown = false; !isKnown;) {
+              try {
+                status = group.wait(op, Deadline::never());
+                isKnown = true;
+              } catch (const std::bad_alloc&) {
+              }
+            }
+            lacksMemory = false;
+            EXPECT(!status.ok());
+            expectNoTimeout(status, number);
+            EXPECT(group.hasFailed());
+          },
+          kTimeoutMs);
+      isOver = failing.exchange(0) > 0;
+    }
+    std::printf("        %d allocations\n", number - 1);
+    EXPECT(isOver);
+  }
+  doesAnyLack = false;
+}

@@ -355,7 +355,7 @@ TEST(Window, aFrameBeyondTheWindowIsRefused) {
           message.rank = 1;
           message.tag = number;
           message.offset = offset;
-          (void)complete(group, group.put(message, nullptr, true));
+          (void)complete(group, group.post(OpKind::kPut, message, nullptr, true));
         }
         const Status status = waitSignal(group, window, 1 - group.rank());
         EXPECT_EQ(status.code(), Code::kInternal);

@@ -12,14 +12,21 @@
 
 namespace mycoll {
 
+// The collective that a task carries out.
+struct CallContext {
+  Mailbox& mailbox;            // for names and messages
+  uint64_t sequence;           // its number: the upper part of its messages' tags
+  const Signature& signature;  // of the call
+};
+
 // Add messages, co_await it, then check status(). Ready when all are done, or one has failed.
 class Batch final : public Condition {
  public:
-  Batch(Mailbox& mailbox, uint64_t sequence, const Signature& signature)
-      : mailbox_(mailbox),
+  explicit Batch(const CallContext& call)
+      : mailbox_(call.mailbox),
         messageClass_(MessageClass::kCollective),
-        base_(sequence << kStepBits),
-        signature_(signature) {}
+        base_(call.sequence << kStepBits),
+        signature_(call.signature) {}
   // For the group's own messages, which belong to no collective.
   Batch(Mailbox& mailbox, const Signature& signature)
       : mailbox_(mailbox), messageClass_(MessageClass::kControl), base_(0), signature_(signature) {}

@@ -43,18 +43,13 @@ uint64_t Runner::nextNumber() {
 
 Task Runner::start(CollectiveOp& op) {
   if (op.external) return awaitExternal(op);
-  if (op.composite) return runComposite(op.composite);
+  if (op.composite) return op.composite(*this);
   return carryOut(op.call, op.signature);
 }
 
 Task Runner::run(Call call) {
   const Signature signature = call.signature();
   Status status = co_await carryOut(call, signature);
-  co_return status;
-}
-
-Task Runner::runComposite(const Composite& composite) {
-  Status status = co_await composite(*this);
   co_return status;
 }
 
@@ -71,16 +66,14 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (!isPrepared_) return carryOutFirst(call, signature);
   const uint64_t sequence = nextNumber();
   if (group_.options.ranks == 1) return carryOutAlone(call);
-  if (!isPlanned_) {
-    return shmCollective(ShmGroup{*arena_, memory_, group_.mailbox, sequence, signature}, call);
-  }
+  const CallContext context{group_.mailbox, sequence, signature};
+  if (group_.membership.arena()) return shmCollective({context, *arena_, memory_}, call);
   group_.agreement.begin(sequence, signature);
-  return netCollective({group_.mailbox, group_.shape, *plans_, arena_.get(), sequence, signature},
-                       call);
+  return netCollective({context, group_.shape, *plans_, arena_.get()}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await prepare(signature));
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(signature));
   Status status = co_await carryOut(call, signature);
   co_return status;
 }
@@ -141,12 +134,6 @@ Task Runner::shareWithHost(const Signature& first) {
                     group_.options.name.c_str());
   }
   sharedArena_.store(arena_.get(), std::memory_order_release);
-  isPlanned_ = !arena_ || group_.shape.hosts() > 1;
-  co_return Status();
-}
-
-Task Runner::prepare(const Signature& first) {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(first));
   isPrepared_ = true;
   group_.record.setTransport(transport(), encryption());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", group_.options.name.c_str(),

@@ -45,9 +45,7 @@ class Runner final : public CollectiveRunner {
   Task carryOut(const Call& call, const Signature& signature);
   Task carryOutFirst(const Call& call, const Signature& signature);
   Task carryOutAlone(const Call& call);
-  Task runComposite(const Composite& composite);
   Task awaitExternal(CollectiveOp& op);
-  Task prepare(const Signature& first);
   // The number of ranks, itself included, that this rank may reach through shared memory.
   int localRanks() const;
   Task shareWithHost(const Signature& first);
@@ -56,7 +54,7 @@ class Runner final : public CollectiveRunner {
 
   Group& group_;
   bool isPrepared_ = false;
-  bool isPlanned_ = true;  // false: the arena is of all ranks, and runs everything
+  // Of all ranks, and then Membership has it, too; or only of those of this host.
   std::unique_ptr<Arena> arena_;
   std::atomic<Arena*> sharedArena_{nullptr};
   PeerMemory memory_;  // used with an arena of all ranks

@@ -355,8 +355,8 @@ void offer(const test::Input& input) {
   Arena arenas[2] = {{segment, shape, 0, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured},
                      {segment, shape, 1, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured}};
   PeerMemory memories[2] = {PeerMemory(0), PeerMemory(1)};
-  Task honest = shmCollective({arenas[0], memories[0], *pair.mailboxes[0], 1, signature}, call);
-  Task lying = tell({arenas[1], memories[1], *pair.mailboxes[1], 1, signature}, lie, blob);
+  Task honest = shmCollective({{*pair.mailboxes[0], 1, signature}, arenas[0], memories[0]}, call);
+  Task lying = tell({{*pair.mailboxes[1], 1, signature}, arenas[1], memories[1]}, lie, blob);
   for (auto& listener : pair.listeners) listener.agreement().begin(1, signature);
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(20'000));
   while (!honest.finished() && !deadline.expired()) {

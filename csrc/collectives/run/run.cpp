@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "base/env.h"
-#include "collectives/batch.h"
 #include "collectives/shm/arena.h"
 #include "collectives/shm/collectives.h"
 #include "kernels/copy.h"
@@ -66,7 +65,7 @@ Task exchangeRows(NetGroup group, const Job::Row& mine, std::vector<Job::Row>* r
     return Span{all.data() + static_cast<size_t>(group.shape.indexOf(member)) * bytes, bytes};
   };
   write(mine, rowOf(rank).begin());
-  Batch messages(group.mailbox, group.sequence, group.signature);
+  Batch messages(group);
   for (const int member : members) {
     if (member != rank) messages.receive(member, rowOf(member), kRowsTag);
   }
@@ -83,14 +82,13 @@ Task exchangeRows(NetGroup group, const Job::Row& mine, std::vector<Job::Row>* r
 
 // Fails if ranks of this host disagree about what one sends to another.
 Status checkRows(NetGroup group, const std::vector<Job::Row>& rows) {
-  const Mailbox& names = group.mailbox;
-  const std::vector<int>& members = group.shape.membersOf(group.shape.hostOf(names.rank()));
+  const int host = group.shape.hostOf(group.mailbox.rank());
+  const std::vector<int>& members = group.shape.membersOf(host);
   for (size_t i = 0; i < rows.size(); ++i) {
     for (size_t k = 0; k < rows.size(); ++k) {
       const uint64_t sent = rows[i].sends[members[k]], expected = rows[k].receives[members[i]];
       if (sent == expected) continue;
-      return sizeMismatch(names, group.sequence, group.signature, members[i], sent, members[k],
-                          expected);
+      return sizeMismatch(group, members[i], sent, members[k], expected);
     }
   }
   return Status();
@@ -160,7 +158,7 @@ class Chunk {
   uint64_t tag() const { return tagOf(number_, phase_); }
 
   Batch& messagesToBegin() {
-    if (!batch_) batch_.emplace(group_.mailbox, group_.sequence, group_.signature);
+    if (!batch_) batch_.emplace(group_);
     return *batch_;
   }
 
@@ -303,7 +301,7 @@ Task netCollective(NetGroup group, const Call& call) {
     AllArrived arrived(*group.arena, group.signature);
     co_await arrived;
     if (arrived.differingRank() >= 0) {
-      co_return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
+      co_return arrivalMismatch(group, arrived);
     }
     if (first) co_await *first;
     for (int rank = 0; needsRows && rank < group.arena->ranks(); ++rank) {

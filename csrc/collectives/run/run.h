@@ -17,12 +17,12 @@
 #include "base/call.h"
 #include "base/mutex.h"
 #include "base/task.h"
+#include "collectives/batch.h"
 #include "collectives/plan/plan.h"
 
 namespace mycoll {
 
 class Arena;
-class Mailbox;
 
 // The scratch memory of plans, kept from call to call up to a limit. All groups of the process
 // share it. [any thread]
@@ -80,13 +80,10 @@ class PlanCache {
   std::vector<Entry> entries_;  // the latest last
 };
 
-struct NetGroup {
-  Mailbox& mailbox;
+struct NetGroup : CallContext {
   const Shape& shape;
   PlanCache& plans;
-  Arena* arena;                // of this host's ranks, with areas as plans need them; may be null
-  uint64_t sequence;           // of the collective: the upper part of its messages' tags
-  const Signature& signature;  // of the call
+  Arena* arena;  // of this host's ranks, with areas as plans need them; may be null
 };
 
 // Most bytes that a rank publishes when it arrives at a collective.

@@ -78,8 +78,26 @@ std::vector<SharedSpan> offerEach(const ShmGroup& group, const Spans& spans) {
   return offered;
 }
 
-// In the round after the last one, each rank reports that it has read the offers. isOffer: this
-// rank waits for all of them.
+// Awaited after the last piece was read in place. Not ok: the group has failed meanwhile, so the
+// owner may have used the memory for something else. Not ready while a rank writes the cause: the
+// owner may not have waited for that.
+class ReadInTime final : public Condition {
+ public:
+  explicit ReadInTime(const ShmGroup& group) : arena_(group.arena) {}
+  bool ready() override {
+    // Reads the state after the data. An owner that writes data marks the failure before:
+    // Arena::fail().
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return !arena_.isFailing();
+  }
+  Status status() const { return arena_.failure(); }
+
+ private:
+  const Arena& arena_;
+};
+
+}  // namespace
+
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   Arena& arena = group.arena;
   ReadInTime inTime(group);
@@ -94,8 +112,6 @@ Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   co_return Status();
 }
 
-}  // namespace
-
 Task shmAgain(ShmGroup group, const Call& call) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduce(group));
   Status status = co_await shmCollective(group, call);
@@ -109,40 +125,32 @@ Span piece(Span whole, uint64_t round, size_t perRound) {
   return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
 }
 
-Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
-                       const AllArrived& arrived) {
+Status arrivalMismatch(const CallContext& context, const AllArrived& arrived) {
+  const Mailbox& names = context.mailbox;
   Cause fields;
-  fields.sequence = sequence;
+  fields.sequence = context.sequence;
   return Status(
       Code::kMismatch,
-      mismatchText(names.group().name, "collective #" + std::to_string(sequence),
-                   names.describeRank(names.rank()), mine,
+      mismatchText(names.group().name, "collective #" + std::to_string(context.sequence),
+                   names.describeRank(names.rank()), context.signature,
                    names.describeRank(arrived.differingRank()), arrived.differingSignature()),
       fields);
 }
 
-Status shmMismatch(const ShmGroup& group, const AllArrived& arrived) {
-  return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
-}
-
-Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& signature, int from,
-                    uint64_t sent, int to, uint64_t expected) {
+Status sizeMismatch(const CallContext& context, int from, uint64_t sent, int to,
+                    uint64_t expected) {
+  const Mailbox& names = context.mailbox;
   Cause fields;
-  fields.sequence = sequence;
+  fields.sequence = context.sequence;
   return Status(Code::kMismatch,
                 "mycoll group '" + names.group().name + "': MISMATCH of sizes at collective #" +
-                    std::to_string(sequence) + ", " + signature.describe() + "\n  " +
-                    names.describeRank(from) + " sends " + std::to_string(sent) +
+                    std::to_string(context.sequence) + ", " + context.signature.describe() +
+                    "\n  " + names.describeRank(from) + " sends " + std::to_string(sent) +
                     " bytes to rank " + std::to_string(to) + "\n  " + names.describeRank(to) +
                     " expects " + std::to_string(expected) +
                     " bytes from it\n  Each pair of ranks must agree on the size of what one sends "
                     "to the other.",
                 fields);
-}
-
-Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected) {
-  return sizeMismatch(group.mailbox, group.sequence, group.signature, rank, theirs,
-                      group.mailbox.rank(), expected);
 }
 
 Status shmBadOffer(const ShmGroup& group, int rank) {
@@ -159,7 +167,7 @@ Task shmBarrier(ShmGroup group) {
   arena.arrive(signature, 0, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   co_return Status();
 }
 
@@ -206,7 +214,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, myRounds, isOffer);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   if (group.memory.isAnyNew(arena)) {
     Status status = co_await shmAgain(group, call);
     co_return status;
@@ -230,7 +238,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
       std::memcpy(&bytes, theirs, sizeof(bytes));
     }
     if (!theirs || bytes != target.bytes) {
-      co_return shmSizeMismatch(group, rank, bytes, target.bytes);
+      co_return sizeMismatch(group, rank, bytes, group.mailbox.rank(), target.bytes);
     }
     if (arena.roundsOf(rank) == 0 && !arena.isOffer(rank)) copy(target.data, theirs, bytes);
   }
@@ -326,7 +334,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, myRounds, isOffer);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   if (group.memory.isAnyNew(arena)) {
     Status status = co_await shmAgain(group, call);
     co_return status;
@@ -339,7 +347,8 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     isStreaming |= target.bytes >= kStreamingOutput / 2;
     if (rank == self) {
       if (target.bytes != call.in[self].bytes) {
-        co_return shmSizeMismatch(group, rank, call.in[self].bytes, target.bytes);
+        co_return sizeMismatch(group, rank, call.in[self].bytes, group.mailbox.rank(),
+                               target.bytes);
       }
       if (target.bytes && target.data != call.in[self].data) {
         copy(target.begin(), call.in[self].begin(), target.bytes, isStreaming);
@@ -349,7 +358,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     if (arena.isOffer(rank)) {
       const SharedSpan theirs = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
       if (theirs.bytes != target.bytes) {
-        co_return shmSizeMismatch(group, rank, theirs.bytes, target.bytes);
+        co_return sizeMismatch(group, rank, theirs.bytes, group.mailbox.rank(), target.bytes);
       }
       continue;
     }
@@ -363,7 +372,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       if (to < self && to != rank) before += bytes;
     }
     if (bytes != target.bytes) {
-      co_return shmSizeMismatch(group, rank, bytes, target.bytes);
+      co_return sizeMismatch(group, rank, bytes, group.mailbox.rank(), target.bytes);
     }
     if (arena.roundsOf(rank) == 0) {
       copy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before, bytes);

@@ -107,7 +107,7 @@ Task PeerMemory::introduce(ShmGroup group) {
   }
   forgetDropped();
 
-  Batch messages(mailbox, group.sequence, group.signature);
+  Batch messages(group);
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     if (passing.owner != self_) {
@@ -139,7 +139,7 @@ Task PeerMemory::introduce(ShmGroup group) {
   arena.arrive(group.signature, passings.size(), 0);
   AllArrived arrived(arena, group.signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     Known& known = known_[{passing.owner, passing.region}];

@@ -107,57 +107,82 @@ struct Slices {
   uint64_t rounds;
 };
 
-}  // namespace
-
-Task shmCollective(ShmGroup group, const Call& call) {
-  const Arena& arena = group.arena;
-  switch (call.kind) {
-    case OpKind::kAllReduce:
-    case OpKind::kReduce: {
-      const size_t bytes = call.in[0].bytes;
-      bool isSmall = bytes <= arena.shape().smallBytes &&
-                     bytes * static_cast<size_t>(arena.ranks()) <= kMaxSymmetricWork;
-      if (isSmall) return shmReduceSmall(group, call);
-      return arena.ranks() == 2 ? shmReduceOfTwo(group, call) : shmReduceLarge(group, call);
-    }
-    case OpKind::kReduceScatter: {
-      size_t bytes = 0;
-      for (const Span& span : call.in) bytes += span.bytes;
-      return bytes <= arena.shape().smallBytes ? shmReduceScatterSmall(group, call)
-                                               : shmReduceScatterLarge(group, call);
-    }
-    case OpKind::kAllToAll:
-    case OpKind::kScatter: return shmPairwise(group, call);
-    case OpKind::kBroadcast:
-    case OpKind::kAllGather:
-    case OpKind::kGather: return shmPublish(group, call);
-    default: return shmBarrier(group);
-  }
-}
-
+// Of a reduce_scatter, each rank reduces its own part.
 Task shmReduceSmall(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const Signature& signature = group.signature;
-  const size_t bytes = call.in[0].bytes;
-  char* blob = arena.beginBlob(bytes);
-  arena.fill(blob, call.in[0].data, bytes);
+  const bool isScatter = call.kind == OpKind::kReduceScatter;
+  const size_t bytes = totalBytes(call.in);
+  char* end = arena.beginBlob(bytes);
+  size_t before = 0;  // this rank's part
+  for (size_t part = 0; part < call.in.size(); ++part) {
+    arena.fill(end, call.in[part].data, call.in[part].bytes);
+    end += call.in[part].bytes;
+    if (isScatter && static_cast<int>(part) < self) before += call.in[part].bytes;
+  }
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
-  if (bytes == 0 || (call.kind == OpKind::kReduce && self != call.root)) co_return Status();
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  if (call.out.empty() || call.out[0].bytes == 0) co_return Status();
 
   constexpr int kFew = 8;
   const void* few[kFew];
   std::vector<const void*> many(arena.ranks() > kFew ? arena.ranks() : 0);
   const void** inputs = many.empty() ? few : many.data();
   for (int rank = 0; rank < arena.ranks(); ++rank) {
-    inputs[rank] = rank == self ? call.in[0].data : arena.blobOf(rank);
+    inputs[rank] = rank == self ? call.in[isScatter ? self : 0].data : arena.blobOf(rank) + before;
   }
   reduce(call.dtype, call.reduceOp, call.out[0].data, inputs, arena.ranks(),
-         bytes / call.elementBytes, arena.ranks(), false);
+         call.out[0].bytes / call.elementBytes, arena.ranks(), false);
   co_return Status();
+}
+
+// Reduces what all ranks have offered; begins after the arrival of the others.
+Task shmReduceDirect(ShmGroup group, const Call& call) {
+  if (group.memory.isAnyNew(group.arena)) {
+    Status status = co_await shmAgain(group, call);
+    co_return status;
+  }
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const bool isAll = call.kind == OpKind::kAllReduce;
+  const size_t index = isAll ? 0 : static_cast<size_t>(self);
+  const Span mine = call.in[index];
+  std::vector<const char*> inputs, outputs;
+  MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
+  if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
+  const bool isStreaming = isStreamingResult(call);
+  // The copied result replaces an input that another rank has read, and often still has in its
+  // cache: stores through the caches would have to request each line, and fetch it, first.
+  const bool isFetchStreaming = isAll && call.out[0].bytes >= kStreamingOutput;
+
+  // A part of a reduce_scatter is one slice.
+  const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
+  const int slot = isAll ? self : 0;
+  std::vector<const void*> pieces(ranks);
+  for (uint64_t round = 0; round < slices.rounds; ++round) {
+    const Span part = slices.of(slot, round, mine.data);
+    const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
+    for (int rank = 0; rank < ranks; ++rank) pieces[rank] = inputs[rank] + begin;
+    reduce(call.dtype, call.reduceOp, call.out[0].begin() + begin, pieces.data(), ranks,
+           part.bytes / call.elementBytes, ranks, isStreaming);
+    if (!isAll) continue;
+    arena.publish(Counter::kReduced, round + 1);
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      const Span slice = slices.of(owner, round, call.out[0].data);
+      if (slice.bytes == 0) continue;
+      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
+      co_await isReduced;
+      copy(slice.data, outputs[owner] + (slice.begin() - call.out[0].begin()), slice.bytes,
+           isFetchStreaming);
+    }
+  }
+  Status status = co_await endOffers(group, isAll ? slices.rounds - 1 : 0, /*isOffer=*/true);
+  co_return status;
 }
 
 Task shmReduceOfTwo(ShmGroup group, const Call& call) {
@@ -186,7 +211,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
@@ -248,7 +273,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, slices.rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
@@ -296,88 +321,6 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
 }
 
 // Called after the arrival. Publishes results in rounds only if ranks wait for each other's.
-Task shmReduceDirect(ShmGroup group, const Call& call) {
-  if (group.memory.isAnyNew(group.arena)) {
-    Status status = co_await shmAgain(group, call);
-    co_return status;
-  }
-  Arena& arena = group.arena;
-  const int self = arena.rank();
-  const int ranks = arena.ranks();
-  const bool isAll = call.kind == OpKind::kAllReduce;
-  const size_t index = isAll ? 0 : static_cast<size_t>(self);
-  const Span mine = call.in[index];
-  std::vector<const char*> inputs, outputs;
-  MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
-  if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
-  const bool isStreaming = isStreamingResult(call);
-  // The copied result replaces an input that another rank has read, and often still has in its
-  // cache: stores through the caches would have to request each line, and fetch it, first.
-  const bool isFetchStreaming = isAll && call.out[0].bytes >= kStreamingOutput;
-
-  // A part of a reduce_scatter is one slice.
-  const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
-  const int slot = isAll ? self : 0;
-  std::vector<const void*> pieces(ranks);
-  for (uint64_t round = 0; round < slices.rounds; ++round) {
-    const Span part = slices.of(slot, round, mine.data);
-    const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
-    for (int rank = 0; rank < ranks; ++rank) pieces[rank] = inputs[rank] + begin;
-    reduce(call.dtype, call.reduceOp, call.out[0].begin() + begin, pieces.data(), ranks,
-           part.bytes / call.elementBytes, ranks, isStreaming);
-    if (!isAll) continue;
-    arena.publish(Counter::kReduced, round + 1);
-    for (int step = 1; step < ranks; ++step) {
-      const int owner = (self + step) % ranks;
-      const Span slice = slices.of(owner, round, call.out[0].data);
-      if (slice.bytes == 0) continue;
-      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
-      co_await isReduced;
-      copy(slice.data, outputs[owner] + (slice.begin() - call.out[0].begin()), slice.bytes,
-           isFetchStreaming);
-    }
-  }
-  const uint64_t rounds = isAll ? slices.rounds : 1;
-  ReadInTime inTime(group);
-  co_await inTime;
-  MYCOLL_CO_RETURN_IF_ERROR(inTime.status());
-  arena.publish(Counter::kDone, rounds);
-  RoundReached isRead(arena, Counter::kDone, rounds);
-  co_await isRead;
-  arena.endRounds(rounds);
-  co_return Status();
-}
-
-Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
-  Arena& arena = group.arena;
-  const int self = arena.rank();
-  const int ranks = arena.ranks();
-  const Signature& signature = group.signature;
-  size_t bytes = 0, before = 0;
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (rank < self) before += call.in[rank].bytes;
-    bytes += call.in[rank].bytes;
-  }
-  char* end = arena.beginBlob(bytes);
-  for (const Span& span : call.in) {
-    arena.fill(end, span.data, span.bytes);
-    end += span.bytes;
-  }
-  arena.arrive(signature, bytes, 0);
-  AllArrived arrived(arena, signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
-  if (call.out[0].bytes == 0) co_return Status();
-
-  std::vector<const void*> inputs(ranks);
-  for (int rank = 0; rank < ranks; ++rank) {
-    inputs[rank] = rank == self ? call.in[self].data : arena.blobOf(rank) + before;
-  }
-  reduce(call.dtype, call.reduceOp, call.out[0].data, inputs.data(), ranks,
-         call.out[0].bytes / call.elementBytes, ranks, false);
-  co_return Status();
-}
-
 // Every rank's list of sizes is the same, so all know how many rounds the longest part takes.
 Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
@@ -409,7 +352,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
@@ -437,6 +380,31 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   }
   arena.endRounds(rounds);
   co_return Status();
+}
+
+}  // namespace
+
+Task shmCollective(ShmGroup group, const Call& call) {
+  const Arena& arena = group.arena;
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce: {
+      const size_t bytes = call.in[0].bytes;
+      bool isSmall = bytes <= arena.shape().smallBytes &&
+                     bytes * static_cast<size_t>(arena.ranks()) <= kMaxSymmetricWork;
+      if (isSmall) return shmReduceSmall(group, call);
+      return arena.ranks() == 2 ? shmReduceOfTwo(group, call) : shmReduceLarge(group, call);
+    }
+    case OpKind::kReduceScatter:
+      return totalBytes(call.in) <= arena.shape().smallBytes ? shmReduceSmall(group, call)
+                                                             : shmReduceScatterLarge(group, call);
+    case OpKind::kAllToAll:
+    case OpKind::kScatter: return shmPairwise(group, call);
+    case OpKind::kBroadcast:
+    case OpKind::kAllGather:
+    case OpKind::kGather: return shmPublish(group, call);
+    default: return shmBarrier(group);
+  }
 }
 
 }  // namespace mycoll

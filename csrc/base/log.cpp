@@ -102,7 +102,7 @@ class Sink {
     std::string text = head + nameOf(line.level) + place + line.text + "\n";
     if (dropped_ > 0) {
       text = head + nameOf(LogLevel::kError) + place + std::to_string(dropped_) +
-             " lines before this one were dropped, as nobody read them\n" + text;
+             " lines before this one were dropped, as they were not read\n" + text;
     }
     if (unwritten_.size() + text.size() > kMostUnwritten) {
       ++dropped_;

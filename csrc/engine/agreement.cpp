@@ -17,7 +17,7 @@ struct RankRange {
 };
 
 // Notices are forwarded at most this often in each direction.
-constexpr auto kNewsEvery = std::chrono::milliseconds(20);
+constexpr auto kForwardEvery = std::chrono::milliseconds(20);
 // The pause between two notices to a rank that may not have created the group yet.
 constexpr std::chrono::milliseconds kShortestPause(200), kLongestPause(4000);
 // At most this many of the awaited ranks are notified directly, the others along the tree.
@@ -46,7 +46,7 @@ void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
   const std::string text =
       mismatchText(mailbox_.group().name, where, mailbox_.describeRank(mailbox_.rank()), mine,
                    mailbox_.describeRank(source), theirs);
-  membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true, from);
+  membership_.failLocked(Status(Code::kMismatch, text, fields), /*notifiesOthers=*/true, from);
 }
 
 void Agreement::onDifference(const CallsDiffer& difference) {
@@ -71,7 +71,7 @@ void Agreement::onDifference(const CallsDiffer& difference) {
            : "");
   Cause fields;
   fields.sequence = sequence;
-  membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true, from);
+  membership_.failLocked(Status(Code::kMismatch, text, fields), /*notifiesOthers=*/true, from);
 }
 
 void Agreement::begin(uint64_t sequence, const Signature& signature) {
@@ -105,19 +105,19 @@ std::string Agreement::notesSince(uint64_t first) const {
   return notes;
 }
 
-void Agreement::tellArrived(const std::vector<int>& awaited) {
+void Agreement::sendArrived(const std::vector<int>& awaited) {
   IoLock lock(mailbox_.ioMutex());
   if (!mailbox_.calls().hasBegun() || membership_.hasFailed()) return;
   const uint64_t current = mailbox_.calls().current();
   const Note note{current, *mailbox_.calls().find(current), mailbox_.rank(), 0};
   const int up = parent();
   if (up >= 0) {
-    tellArrived(up, note);
+    sendArrived(up, note);
   } else {
-    passOn(mailbox_.rank(), note, isNews(note));
+    forward(mailbox_.rank(), note, updateLatest(note));
   }
   for (size_t i = 0; i < std::min(awaited.size(), kMostAwaited); ++i) {
-    if (awaited[i] != up) tellArrived(awaited[i], note);
+    if (awaited[i] != up) sendArrived(awaited[i], note);
   }
 }
 
@@ -142,7 +142,7 @@ bool Agreement::mayRepeat(int rank, uint64_t sequence) {
   return true;
 }
 
-void Agreement::tellArrived(int rank, const Note& note) {
+void Agreement::sendArrived(int rank, const Note& note) {
   if (rank == mailbox_.rank() || membership_.hasFailed() || membership_.hasLeft(rank)) return;
   if (!mayRepeat(rank, note.sequence)) return;
   std::string payload(reinterpret_cast<const char*>(&note), sizeof(note));
@@ -159,25 +159,25 @@ void Agreement::tellArrived(int rank, const Note& note) {
 }
 
 bool Agreement::isTimeFor(Direction& direction, bool isNew) const {
-  if (!isNew && !direction.isOwed) return false;
+  if (!isNew && !direction.isPending) return false;
   const auto now = Clock::now();
-  direction.isOwed = now - direction.last < kNewsEvery;
-  if (direction.isOwed) return false;
+  direction.isPending = now - direction.last < kForwardEvery;
+  if (direction.isPending) return false;
   direction.last = now;
   return true;
 }
 
 // Forwards a note from below up to the root, and from the root, or a rank that acts as the root,
 // down to all ranks.
-void Agreement::passOn(int source, const Note& note, bool isNew) {
+void Agreement::forward(int source, const Note& note, bool isNew) {
   const int up = parent();
   if (up >= 0 && source != up) {
-    if (isTimeFor(up_, isNew)) tellArrived(up, note);
+    if (isTimeFor(up_, isNew)) sendArrived(up, note);
     return;
   }
   if (!isTimeFor(down_, isNew)) return;
   const auto hasLeft = [this](int rank) { return membership_.hasLeft(rank); };
-  for (const int child : group_.tree.childrenOf(mailbox_.rank(), hasLeft)) tellArrived(child, note);
+  for (const int child : group_.tree.childrenOf(mailbox_.rank(), hasLeft)) sendArrived(child, note);
 }
 
 bool Agreement::noteArrived(int rank, uint64_t sequence) {
@@ -202,7 +202,7 @@ bool Agreement::compareWithNext(bool atOnce) {
   return true;
 }
 
-void Agreement::tellLast() {
+void Agreement::sendLast() {
   IoLock lock(mailbox_.ioMutex());
   if (!mailbox_.calls().hasBegun() || membership_.hasFailed()) return;
   const std::string note = notesSince(mailbox_.calls().current());
@@ -228,24 +228,24 @@ void Agreement::onProbe(int source, const std::string& payload) {
   for (size_t at = 0; at < payload.size(); at += sizeof(Note)) {
     std::memcpy(&note, payload.data() + at, sizeof(note));
     note.rank = source;
-    hear(note);
+    take(note);
   }
   noteArrived(source, note.sequence);
 }
 
 // Whether the note is about a later collective than all notes before it, or about another call.
-bool Agreement::isNews(const Note& note) {
-  const bool isNewer = note.sequence > latest_.sequence || !hasHeard_;
+bool Agreement::updateLatest(const Note& note) {
+  const bool isNewer = note.sequence > latest_.sequence || !hasLatest_;
   if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
     return false;
   }
   latest_ = note;
-  hasHeard_ = true;
+  hasLatest_ = true;
   return true;
 }
 
 // Compares the note with this rank's own call, now or when that call begins.
-void Agreement::hear(const Note& note) {
+void Agreement::take(const Note& note) {
   if (mailbox_.calls().hasBegun() && note.sequence <= mailbox_.calls().current()) {
     compare(note.rank, note.sequence, note.signature);
     return;
@@ -264,8 +264,8 @@ void Agreement::onArrived(int source, const std::string& payload) {
     return;
   std::memcpy(&note, payload.data(), sizeof(note));
   if (note.rank < 0 || note.rank >= mailbox_.ranks()) return;
-  bool isNew = isNews(note), isKnownToCome = false;
-  hear(note);
+  bool isNew = updateLatest(note), isKnownToCome = false;
+  take(note);
   for (size_t at = sizeof(note); at < payload.size(); at += sizeof(RankRange)) {
     RankRange range;
     std::memcpy(&range, payload.data() + at, sizeof(range));
@@ -276,11 +276,11 @@ void Agreement::onArrived(int source, const std::string& payload) {
     }
   }
   if (membership_.hasFailed()) return;
-  passOn(source, note, isNew);
+  forward(source, note, isNew);
   // The sender counts this rank as missing, although it has begun the collective: it has not waited
   // long enough to send a notice.
   const bool hasCome = reached_[mailbox_.rank()] > note.sequence;
-  if (const int up = parent(); hasCome && !isKnownToCome && source == up) tellArrived(up, note);
+  if (const int up = parent(); hasCome && !isKnownToCome && source == up) sendArrived(up, note);
 }
 
 }  // namespace mycoll

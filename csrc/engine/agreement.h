@@ -38,7 +38,7 @@ class Agreement {
   // Notifies the others that this rank has waited long in the current collective. A rank whose call
   // of the same number differs, be it past, current or still to come, fails the group. awaited: the
   // ranks that this one waits for, as far as it knows; they are notified directly.
-  void tellArrived(const std::vector<int>& awaited);
+  void sendArrived(const std::vector<int>& awaited);
   // Sends the next rank the collectives that have begun here since the last time, as far as CallLog
   // remembers them: if every rank does so, a rank that differs is detected by a neighbour. Sends at
   // most every 100 ms unless atOnce. True while there is more to send, or while a neighbour may
@@ -46,7 +46,7 @@ class Agreement {
   bool compareWithNext(bool atOnce);
   // For a rank that leaves: sends the collective that it has begun last to the ranks that it is
   // connected to. They may finish it later, and must not count this rank as missing in it.
-  void tellLast();
+  void sendLast();
   // The ranks that are not known to have begun this collective.
   std::vector<int> behind(uint64_t sequence);
 
@@ -67,18 +67,18 @@ class Agreement {
   // A direction in which notices travel along the tree.
   struct Direction {
     Clock::time_point last;  // when a notice was sent there
-    bool isOwed = false;     // a notice was held back, as the last one was too recent
+    bool isPending = false;  // a notice was held back, as the last one was too recent
   };
 
   void compare(int source, uint64_t sequence, const Signature& theirs) REQUIRES(ioRole);
   void fail(const Signature& mine, int source, const Signature& theirs, const std::string& where,
             uint64_t from, uint64_t sequence) REQUIRES(ioRole);
   int parent() const;  // as ControlTree::parentOf()
-  bool isNews(const Note& note) REQUIRES(ioRole);
-  void hear(const Note& note) REQUIRES(ioRole);
-  void tellArrived(int rank, const Note& note) REQUIRES(ioRole);
+  bool updateLatest(const Note& note) REQUIRES(ioRole);
+  void take(const Note& note) REQUIRES(ioRole);
+  void sendArrived(int rank, const Note& note) REQUIRES(ioRole);
   bool mayRepeat(int rank, uint64_t sequence) REQUIRES(ioRole);
-  void passOn(int source, const Note& note, bool isNew) REQUIRES(ioRole);
+  void forward(int source, const Note& note, bool isNew) REQUIRES(ioRole);
   bool isTimeFor(Direction& direction, bool isNew) const REQUIRES(ioRole);
   bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
   std::string notesSince(uint64_t first) const REQUIRES(ioRole);
@@ -100,7 +100,7 @@ class Agreement {
   };
   std::map<int, Repeated> repeated_ GUARDED_BY(ioRole);
   Note latest_ GUARDED_BY(ioRole);  // the latest one that a rank waits long in
-  bool hasHeard_ GUARDED_BY(ioRole) = false;
+  bool hasLatest_ GUARDED_BY(ioRole) = false;
   Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };
 

@@ -98,7 +98,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   const Status made = Engine::process(options.storeHost,
                                       {options.name, options.rank, options.ranks}, &engine, &seat);
   if (!made.ok()) {
-    stayAway(options, *store, made);
+    reportAbsence(options, *store, made);
     return inGroup(options.name, made);
   }
   options.seat = std::move(seat);
@@ -275,7 +275,7 @@ OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
 
 OpPtr Communicator::putInto(char* place, const Message& message) {
   diagnosis_.noteCaller();
-  group_.membership.lookIntoArena();
+  group_.membership.checkArena();
   Signature signature = signatureOf(OpKind::kPut);
   signature.bytes = message.data.bytes;
   const auto op = makeMessage(OpKind::kPut, message, signature);
@@ -384,7 +384,7 @@ bool Communicator::watchExternal() {
   queue_.run(0);
   const bool hasMore = group_.agreement.compareWithNext(/*atOnce=*/group_.membership.isLeaving());
   group_.engine->mesh()->checkProcesses();
-  group_.engine->hear();
+  group_.engine->handleMessages();
   diagnosis_.checkHealth();
   if (!hasFailed()) return hasMore;
   queue_.run(0);  // a failure ends the operations here and now, not with the next call
@@ -443,9 +443,9 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   group_.record.close();
   if (group_.options.isExternal) {
     watchExternal();
-    group_.agreement.tellLast();
+    group_.agreement.sendLast();
   }
-  group_.membership.sayGoodbye(destroyed(), reason);
+  group_.membership.sendGoodbye(destroyed(), reason);
   const int last = leavesAfter_.load();
   const bool isMet = last >= 0 && (group_.membership.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));

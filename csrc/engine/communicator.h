@@ -181,7 +181,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // As fail(), for a reason given by the user.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then sends a goodbye. Later
-  // calls fail. Idempotent. reason: for the other ranks, see Membership::sayGoodbye().
+  // calls fail. Idempotent. reason: for the other ranks, see Membership::sendGoodbye().
   // isInterrupted: if not null, a signal ends the wait and sets it.
   void close(Deadline deadline, const std::string& reason = {}, bool* isInterrupted = nullptr);
   // close() in two parts, for one thread: between them the other ranks know that this one leaves,

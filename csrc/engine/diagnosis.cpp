@@ -202,7 +202,8 @@ std::string Diagnosis::rankPrefix() const {
   return "[Rank " + std::to_string(group_.options.rank) + "]: ";
 }
 
-// What this process knows of the rank: ", which is stopped (0.4 s ago it answered: ...)".
+// The state of the rank as this process knows it: ", which is stopped (0.4 s ago it answered:
+// ...)".
 std::string Diagnosis::stateOf(int rank) const {
   // The last answer of a rank that has left is of no use.
   if (group_.membership.departureOf(rank) == Departure::kLeft) return "";
@@ -290,8 +291,8 @@ void Diagnosis::checkHealth() {
     round = nextRound(op, op.waitsSince());
     if (round) block = blockOf(op, std::move(missing));
   });
-  group_.membership.spread();
-  if (block) passOn(Question{*round, false, 0, {}, {}}, *block);
+  group_.membership.propagate();
+  if (block) forward(Question{*round, false, 0, {}, {}}, *block);
 }
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
@@ -310,7 +311,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   if (!group_.membership.arena() && (isAtOnce || now - announced > kAnnounceEvery)) {
     op.announced = now;
     // The ranks that an external collective waits for are only known from the others' notices.
-    group_.agreement.tellArrived(op.external ? std::vector<int>() : missing);
+    group_.agreement.sendArrived(op.external ? std::vector<int>() : missing);
   }
   if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > kWarnAfter) {
     op.hasWarned = true;
@@ -345,11 +346,11 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
 }
 
 void Diagnosis::checkMessage(MessageOp& op) {
-  if (op.done() || group_.membership.lookIntoArena()) return;
+  if (op.done() || group_.membership.checkArena()) return;
   if (!op.deadline.expired()) {
     const std::optional<uint32_t> round = nextRound(op, op.submitted);
     if (const auto block = round ? blockOf(op) : std::nullopt)
-      passOn(Question{*round, false, 0, {}, {}}, *block);
+      forward(Question{*round, false, 0, {}, {}}, *block);
     return;
   }
   const bool isAnyone = op.rank == kFromAnyone;
@@ -493,7 +494,7 @@ std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
   return ++op.rounds;
 }
 
-void Diagnosis::passOn(Question question, const Block& block) {
+void Diagnosis::forward(Question question, const Block& block) {
   question.isMessage = block.isMessage;
   question.number = block.number;
   question.way += encodeStep(group_.engine->mesh()->address().uid, block.identity);
@@ -558,7 +559,7 @@ void Diagnosis::onQuestion(int source, const std::string& text) {
     passedOn_.push_back(key);
     if (passedOn_.size() > kMaxPassedOn) passedOn_.pop_front();
   }
-  passOn(std::move(question), *block);
+  forward(std::move(question), *block);
 }
 
 // Whether an earlier round of questions found the same cycle.

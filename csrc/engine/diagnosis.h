@@ -108,11 +108,12 @@ class Diagnosis {
 
   // Returns the number of the next question if it is time to ask it.
   std::optional<uint32_t> nextRound(Op& op, Clock::time_point since);
-  void passOn(Question question, const Block& block);
+  void forward(Question question, const Block& block);
   uint64_t identityOf(bool isMessage, uint64_t number) const;
   Block blockBy(const Op& op, const std::string& call, Clock::time_point since,
                 std::vector<int> ranks);
-  // What blocks an op; nullopt if it waits for no particular ranks, or can continue.
+  // Returns the reason why an op is blocked; nullopt if it waits for no particular ranks, or can
+  // continue.
   std::optional<Block> blockOf(const CollectiveOp& op, std::vector<int> missing);
   std::optional<Block> blockOf(MessageOp& op);
   std::optional<Block> blockedHead();

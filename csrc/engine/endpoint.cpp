@@ -34,7 +34,7 @@ Status Endpoint::make(GroupOptions options, std::shared_ptr<Engine> engine,
   endpoint.own_.settings = Handle::settingsHere();
   endpoint.own_.address = endpoint.engine_->mesh()->address();
   endpoint.text_ = endpoint.own_.encode();
-  return Reception::open(endpoint.engine_->mesh(), nonceOfTexts(endpoint.own_), endpoint.news_,
+  return Reception::open(endpoint.engine_->mesh(), nonceOfTexts(endpoint.own_), endpoint.wakeup_,
                          &endpoint.reception_);
 }
 
@@ -120,7 +120,7 @@ std::vector<std::string> Endpoint::receive(std::chrono::milliseconds atMost) {
   std::vector<std::string> texts = reception_->takeTexts();
   if (!texts.empty() || atMost.count() == 0) return texts;
   const Listening listening(*engine_);
-  news_.wait(atMost);
+  wakeup_.wait(atMost);
   engine_->mesh()->progress();
   engine_->mesh()->checkProcesses();
   return reception_->takeTexts();

@@ -1,10 +1,10 @@
-// Endpoint: how a process takes part in elastic groups. It publishes a handle of the process; those
-// who have the handles of some processes, from wherever, make a group of them:
+// Endpoint: how a process takes part in elastic groups. It publishes a handle of the process.
+// Processes that have each other's handles, wherever they come from, form a group:
 //
 //   each process    Endpoint::make()          passes handle() to the others, and receives theirs
 //   each of them    form(number, handles)     the same number and handles; blocks
 //
-// No store is needed, nor any earlier group. The connections between processes that were in a group
+// It needs no store and no earlier group. The connections between processes that were in a group
 // together are used again. An endpoint may form any number of groups, one after the other or beside
 // each other, each with a number of its own.
 //
@@ -78,7 +78,7 @@ class Endpoint {
   std::string text_;
   Mutex mutex_;
   std::set<int64_t> used_ GUARDED_BY(mutex_);
-  News news_;
+  Wakeup wakeup_;
   std::unique_ptr<Reception> reception_;                                         // of texts
   std::map<std::string, std::unique_ptr<Invitation>> links_ GUARDED_BY(mutex_);  // by handle
 };

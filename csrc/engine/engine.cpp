@@ -158,7 +158,7 @@ std::vector<std::shared_ptr<Communicator>> Engine::Progress::alive() {
   return found;
 }
 
-void Engine::Progress::hear() {
+void Engine::Progress::handleMessages() {
   if (messages.load(std::memory_order_relaxed) == 0) return;
   messages.exchange(0, std::memory_order_acquire);
   for (auto& group : alive()) group->diagnosis().handleMessages();
@@ -170,7 +170,7 @@ bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
   const std::vector<std::shared_ptr<Communicator>> living = alive();
   *advanced = false;
   bool moved = mesh->progress(advanced);
-  hear();
+  handleMessages();
   *isNeeded = mesh->hasPending() && !someoneWaits();
   for (auto& group : living) {
     if (!group->queue().isUnattended()) continue;
@@ -261,7 +261,7 @@ void Engine::Progress::doChores() {
   bool isUnseen = false;
   for (auto& group : alive()) {
     // Another rank of the host may have failed a group that no thread of this process waits in.
-    isUnseen |= !group->queue().hasWaiters() && group->membership().lookIntoArena();
+    isUnseen |= !group->queue().hasWaiters() && group->membership().checkArena();
     group->diagnosis().checkFutures();
     if (group->hasFailed()) group->releaseWindows();
   }

@@ -74,7 +74,7 @@ class Engine {
   // A group has received a message for Diagnosis::handleMessages(). [I/O lock]
   void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
   // Lets the groups handle these messages. For a thread that has waited a while.
-  void hear() { progress_->hear(); }
+  void handleMessages() { progress_->handleMessages(); }
 
  private:
   // Outlives the engine if the thread itself drops the last group.
@@ -99,7 +99,7 @@ class Engine {
     std::atomic<int> messages{0};
 
     std::vector<std::shared_ptr<Communicator>> alive();
-    void hear();
+    void handleMessages();
 
     void wake();
     void wakeIfAsleep();

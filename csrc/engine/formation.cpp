@@ -35,7 +35,7 @@ constexpr auto kAgain = Milliseconds(1000);
 constexpr auto kNotify = Milliseconds(3000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
 constexpr auto kPartial = Milliseconds(100);
-// ... and one without the ranks that have gone when no other rank has come or gone for this time.
+// It begins one without the ranks that have ended when no other rank has changed for this time.
 constexpr auto kUrgent = Milliseconds(5);
 // How often rank 0 looks for newer handles of ranks that do not join, and the others for an error
 // of rank 0.
@@ -81,10 +81,10 @@ class Forming : public Formation {
 
  protected:
   // Returns when the group is formed.
-  virtual Status attend() = 0;
+  virtual Status awaitAll() = 0;
   // The formation has failed here. Notifies the other ranks. Returns false if they have made the
   // group, so that this rank is in it, too.
-  virtual bool spread(const Status& why) = 0;
+  virtual bool reportFailure(const Status& why) = 0;
 
   Status openReception(const std::string& nonce);
   Status publish();
@@ -149,7 +149,7 @@ class Forming : public Formation {
   Handle mine_;
   bool isPublished_ = false;
   bool hasPredecessor_ = false;  // there was another handle of this rank
-  News news_;
+  Wakeup wakeup_;
   std::optional<Listening> listening_;
   std::vector<std::unique_ptr<Reception>> receptions_;
   std::unique_ptr<Round> round_;
@@ -171,7 +171,7 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, Know
     return;
   }
   PeerAddress& address = mine_.address;
-  address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
+  address.uid.assign(PeerAddress::kUidLength, '0');  // of no process
   address.hostIdentity = "none";
   address.pidSpace = pidSpace();
   address.hostName = hostName();
@@ -182,13 +182,13 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, Know
 Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
-  if (status.ok()) status = attend();
+  if (status.ok()) status = awaitAll();
   const Code code = status.code();
   const bool isShort = status.ok() || code == Code::kTimeout || usesStore();
   const Deadline end = Deadline::after(code == Code::kInterrupted ? kTick
                                        : isShort                  ? kAgain
                                                                   : kNotify);
-  const bool isFormed = status.ok() || !spread(status);
+  const bool isFormed = status.ok() || !reportFailure(status);
   flush(end);
   // An interruption comes first: the signal was taken from the interpreter, which will not raise it
   // again.
@@ -200,7 +200,7 @@ Status Forming::run(GroupAddress* result) {
 Status Forming::openReception(const std::string& nonce) {
   if (!listening_) listening_.emplace(*engine_);
   MYCOLL_RETURN_IF_ERROR(
-      Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back()));
+      Reception::open(engine_->mesh(), nonce, wakeup_, &receptions_.emplace_back()));
   engine_->mesh()->progress();  // raises events for the frames that arrived before
   return Status();
 }
@@ -285,7 +285,7 @@ Status Forming::isCurrent(const Handle& handle, bool* result) {
 
 // The engine's thread moves the bytes.
 void Forming::pause(Milliseconds atMost) {
-  news_.wait(atMost);
+  wakeup_.wait(atMost);
   engine_->mesh()->progress();
   engine_->mesh()->checkProcesses();
 }
@@ -416,8 +416,8 @@ class Root final : public Forming {
     }
   };
 
-  Status attend() override;
-  bool spread(const Status& why) override;
+  Status awaitAll() override;
+  bool reportFailure(const Status& why) override;
 
   void notifyMissing(const Status& why);
   Status check();
@@ -444,7 +444,7 @@ class Root final : public Forming {
   Clock::time_point roundBegan_, lastJoined_;
 };
 
-Status Root::attend() {
+Status Root::awaitAll() {
   candidates_[0].state = Candidate::kInvited;
   candidates_[0].handle = mine_;
   for (int rank = 1; rank < options_.ranks && !known_.peers.empty(); ++rank) {
@@ -471,7 +471,7 @@ Status Root::attend() {
   }
 }
 
-bool Root::spread(const Status& why) {
+bool Root::reportFailure(const Status& why) {
   if (round_ && !round_->fail(why)) return false;
   if (!usesStore()) {
     notifyMissing(why);
@@ -500,7 +500,7 @@ void Root::notifyMissing(const Status& why) {
   }
 }
 
-// What makes waiting pointless.
+// Returns the error that makes further waiting pointless, if there is one.
 Status Root::check() {
   const auto now = Clock::now();
   if (isInterrupted()) return interrupted();
@@ -697,7 +697,7 @@ Status Root::startRound() {
   InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
   round_.reset();  // a connection to a rank that has not joined is not authenticated by it
   return Round::open(engine_->mesh(), options_.name, 0, std::move(message), std::move(roster),
-                     news_, &round_);
+                     wakeup_, &round_);
 }
 
 std::vector<int> Root::missing() {
@@ -716,8 +716,8 @@ class Member final : public Forming {
   using Forming::Forming;
 
  private:
-  Status attend() override;
-  bool spread(const Status& why) override;
+  Status awaitAll() override;
+  bool reportFailure(const Status& why) override;
 
   Status check();
   Status checkKnownPeers();
@@ -737,7 +737,7 @@ class Member final : public Forming {
   std::unique_ptr<Invitation> probe_;
 };
 
-Status Member::attend() {
+Status Member::awaitAll() {
   if (usesStore()) MYCOLL_RETURN_IF_ERROR(publish());
   nextLook_ = Deadline::after(known_.peers.empty() ? kLookAgain : kAgain);
   for (;;) {
@@ -753,7 +753,7 @@ Status Member::attend() {
   }
 }
 
-bool Member::spread(const Status& why) {
+bool Member::reportFailure(const Status& why) {
   if (isKnownToAll_) return true;
   if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, why});
   const Code code = why.code();
@@ -851,7 +851,7 @@ Status Member::join() {
   round_.reset();
   lostParent_ = {};
   MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*latest),
-                                     std::move(roster), news_, &round_,
+                                     std::move(roster), wakeup_, &round_,
                                      /*isToJoin=*/difference.ok()));
   return difference;
 }
@@ -867,7 +867,7 @@ Status Member::attendRound() {
   if (const Round::Parent state = round_->parentState(&loss); state != Round::Parent::kHere) {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
     const int parent = round_->parent();
-    const bool isRankZero = parent == 0 && !store_;  // nobody else begins a round
+    const bool isRankZero = parent == 0 && !store_;  // no other rank begins a round
     const bool hasLeft = state == Round::Parent::kLeft;
     const Milliseconds grace = hasLeft ? kNextRound : isRankZero ? Milliseconds(0) : kAgain;
     // If the parent has left, rank 0 begins another round, or writes its error to the store.
@@ -932,7 +932,7 @@ std::unique_ptr<Formation> Formation::make(const GroupOptions& options, Store* s
   return std::make_unique<Member>(options, store, &engine, std::move(known));
 }
 
-void stayAway(const GroupOptions& options, Store& store, const Status& why) {
+void reportAbsence(const GroupOptions& options, Store& store, const Status& why) {
   Member(options, &store, nullptr, {}).giveUp(why);
 }
 

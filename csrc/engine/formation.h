@@ -43,7 +43,7 @@ struct KnownPeers {
                          const std::string& name);
 
   PeerList peers;  // by rank; empty: they are not known
-  // What their invitations are made of: the nonces by rank, or a secret that they have in common.
+  // The keys of their invitations: the nonces by rank, or a secret that they have in common.
   std::vector<std::string> nonces;
   std::string secret;
 };
@@ -60,6 +60,6 @@ class Formation {
 };
 
 // Instead of a formation, by a rank that cannot even begin: the others then do not wait for it.
-void stayAway(const GroupOptions& options, Store& store, const Status& why);
+void reportAbsence(const GroupOptions& options, Store& store, const Status& why);
 
 }  // namespace mycoll

@@ -50,7 +50,7 @@ bool Group::handle(const Event& event) {
   } else if (const auto* const left = std::get_if<RankLeft>(&event)) {
     membership.onLeft(left->rank);
   } else if (const auto* const failing = std::get_if<GroupFails>(&event)) {
-    membership.failLocked(failing->cause, /*tellsOthers=*/true);
+    membership.failLocked(failing->cause, /*notifiesOthers=*/true);
   }
   return true;
 }

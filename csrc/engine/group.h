@@ -35,11 +35,11 @@ struct GroupOptions {
   // immediately: these use no shared memory, and the engine's thread never works on them.
   bool isExternal = false;
   // A group of more ranks sends a failure along the control tree, not directly to each rank.
-  int mostToldDirectly = 64;
+  int mostNotifiedDirectly = 64;
   // The job's rank of each member; empty: the ranks themselves. For records and messages only.
   std::vector<int64_t> globalRanks;
   // Its ranks are ranks of the job that this process was started as a part of. False: they were
-  // numbered for this group only, so the loss of one says nothing about other groups.
+  // numbered for this group only, so the loss of one does not concern other groups.
   bool isOfJob = true;
   // Held while the group lives; may be empty. See Engine::process().
   std::shared_ptr<const void> seat;

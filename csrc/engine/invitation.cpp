@@ -46,26 +46,26 @@ void setContext(GroupAddress* address) {
 
 // ---- Reception ---------------------------------------------------------------------------------
 
-void News::note() {
+void Wakeup::notify() {
   const MutexLock lock(mutex_);
   isThere_ = true;
   changed_.notify_one();
 }
 
-void News::wait(std::chrono::milliseconds atMost) {
+void Wakeup::wait(std::chrono::milliseconds atMost) {
   MutexLock lock(mutex_);
   changed_.wait_for(lock.native(), atMost, [this]() REQUIRES(mutex_) { return isThere_; });
   isThere_ = false;
 }
 
-Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
-    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {}
+Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, Wakeup& wakeup)
+    : mailbox_(std::move(mesh), std::move(address), this), wakeup_(wakeup) {}
 
-Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
+Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, Wakeup& wakeup,
                        std::unique_ptr<Reception>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
-  result->reset(new Reception(std::move(mesh), std::move(address), news));
+  result->reset(new Reception(std::move(mesh), std::move(address), wakeup));
   (*result)->mailbox_.open();
   return Status();
 }
@@ -75,7 +75,7 @@ Reception::~Reception() { mailbox_.detach(); }
 void Reception::handle(const Event& event) {
   if (const auto* const lost = std::get_if<PeerLost>(&event)) {
     losses_.push_back(*lost);
-    return news_.note();
+    return wakeup_.notify();
   }
   const auto* const frame = std::get_if<ControlFrame>(&event);
   if (!frame || frame->header.kind != FrameKind::kInvitation) return;
@@ -95,7 +95,7 @@ void Reception::handle(const Event& event) {
     case Content::kText: texts_.push_back(std::move(message.text)); break;
     default: return;
   }
-  news_.note();
+  wakeup_.notify();
 }
 
 std::vector<InvitationMessage> Reception::takeRosters() {

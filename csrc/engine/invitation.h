@@ -30,9 +30,9 @@ namespace mycoll {
 void setContext(GroupAddress* address);
 
 // Wakes the thread that forms a group.
-class News {
+class Wakeup {
  public:
-  void note() EXCLUDES(mutex_);
+  void notify() EXCLUDES(mutex_);
   // Returns when something was noted since the last time, or after atMost.
   void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
 
@@ -46,7 +46,7 @@ class News {
 struct InvitationMessage {
   enum class Content : char {
     kRoster,  // the text is a roster, encoded
-    kError,   // the receiver's group cannot be made; the text is a code and says why
+    kError,   // the receiver's group cannot be made; the text is a code and the reason
     kText,    // a text for the receiver's caller: Endpoint::send()
     kProbe,   // nothing: the sender wants to know whether the reception is open
   };
@@ -64,7 +64,7 @@ struct InvitationMessage {
 class Reception final : public EventHandler {
  public:
   // Fails if MYCOLL_SECRET_FILE cannot be used.
-  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
+  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, Wakeup& wakeup,
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
@@ -79,7 +79,7 @@ class Reception final : public EventHandler {
   std::vector<PeerLost> losses();
 
  private:
-  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news);
+  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, Wakeup& wakeup);
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
@@ -87,7 +87,7 @@ class Reception final : public EventHandler {
   Status error_ GUARDED_BY(ioRole);
   std::vector<std::string> texts_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
-  News& news_;
+  Wakeup& wakeup_;
 };
 
 // A sender's end. It sends one message when it is made, and may send more.

@@ -38,7 +38,7 @@ uint64_t incidentOf(const std::string& uid) {
 Membership::Membership(Group& group)
     : group_(group),
       mailbox_(group.mailbox),
-      isLarge_(mailbox_.ranks() > group.options.mostToldDirectly),
+      isLarge_(mailbox_.ranks() > group.options.mostNotifiedDirectly),
       hasMet_(mailbox_.ranks()),
       left_(mailbox_.ranks()) {}
 
@@ -70,30 +70,30 @@ bool Membership::noticeFailure(uint64_t number) {
 bool Membership::failAsArena() {
   const Arena* arena = this->arena();
   if (hasFailed() || !arena || !arena->hasFailed()) return false;
-  failFirst(arena->failure(), /*tellsOthers=*/false);
+  failFirst(arena->failure(), /*notifiesOthers=*/false);
   return true;
 }
 
-bool Membership::lookIntoArena() {
+bool Membership::checkArena() {
   if (!failAsArena()) return false;
-  spread();
+  propagate();
   return true;
 }
 
-void Membership::fail(const Status& cause, bool tellsOthers, uint64_t from) {
+void Membership::fail(const Status& cause, bool notifiesOthers, uint64_t from) {
   const LogDelay othersFirst;
-  failFirst(cause, tellsOthers, from);
-  spread();
+  failFirst(cause, notifiesOthers, from);
+  propagate();
 }
 
-void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from) noexcept {
+void Membership::failFirst(const Status& cause, bool notifiesOthers, uint64_t from) noexcept {
   IoLock lock(mailbox_.ioMutex());
   try {
-    failLocked(cause, tellsOthers, from);
+    failLocked(cause, notifiesOthers, from);
   } catch (const std::bad_alloc&) {
     mailbox_.mesh().runOut();
   }
-  hasNews_ = true;
+  mustSpread_ = true;
 }
 
 void Membership::whenFailed(std::function<void()> fn) {
@@ -105,9 +105,9 @@ void Membership::whenFailed(std::function<void()> fn) {
   fn();
 }
 
-void Membership::spread() {
-  if (!hasNews_.load(std::memory_order_relaxed)) return;
-  hasNews_ = false;
+void Membership::propagate() {
+  if (!mustSpread_.load(std::memory_order_relaxed)) return;
+  mustSpread_ = false;
   mailbox_.mesh().progress();
   mailbox_.mesh().sleeper().wakeAll();
 }
@@ -124,13 +124,13 @@ Status Membership::asCause(const Status& why) const {
 
 // If memory runs out, the group has failed on this rank. The mesh then fails all groups of the
 // process, and breaks its connections, so that the other ranks detect it.
-void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) {
+void Membership::failLocked(const Status& why, bool notifiesOthers, uint64_t from) {
   if (!cause_.ok()) {
     if (from >= failedFrom_) return;
     failedFrom_ = from;
     if (!group_.options.isExternal) endsFrom_.store(from, std::memory_order_relaxed);
     mailbox_.failFrom(failedFrom_, cause_);
-    if (isPassedOn_) this->tellOthers();
+    if (isForwarded_) this->notifyOthers();
     return;
   }
   cause_ = asCause(why);
@@ -153,15 +153,15 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   if (cause_.code() != Code::kAborted) {
     logFailure(cause_.message());
     if (whenFailed_) callAfterDelay(std::exchange(whenFailed_, nullptr));
-  } else if (tellsOthers) {
+  } else if (notifiesOthers) {
     MYCOLL_LOG_ERROR("%s", cause_.message().c_str());
   }
-  if (!tellsOthers || !tellsOthers_) return;
-  isPassedOn_ = isLarge_;
-  this->tellOthers();
+  if (!notifiesOthers || !notifiesOthers_) return;
+  isForwarded_ = isLarge_;
+  this->notifyOthers();
 }
 
-void Membership::tellOthers() {
+void Membership::notifyOthers() {
   const int self = mailbox_.rank();
   std::set<int> ranks;
   auto addNeighbours = [&](const ControlTree::HasLeft& isAbsent) {
@@ -183,7 +183,7 @@ void Membership::tellOthers() {
   const std::string payload = abortPayload();
   for (const int rank : ranks) {
     if (rank < 0 || rank == self || hasLeft(rank) || lost_.contains(rank)) continue;
-    uint64_t& from = informed_.try_emplace(rank, ~uint64_t{0}).first->second;
+    uint64_t& from = notified_.try_emplace(rank, ~uint64_t{0}).first->second;
     if (from <= failedFrom_) continue;
     from = failedFrom_;
     mailbox_.sendControl(rank, FrameKind::kAbort, payload);
@@ -200,11 +200,11 @@ void Membership::onAbort(int rank, const std::string& payload) {
   AbortHead head;
   if (payload.size() < sizeof(head)) return;
   std::memcpy(&head, payload.data(), sizeof(head));
-  uint64_t& from = informed_.try_emplace(rank, head.from).first->second;
+  uint64_t& from = notified_.try_emplace(rank, head.from).first->second;
   from = std::min(from, head.from);
-  tellers_.insert(rank);
+  failureSenders_.insert(rank);
   failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
-             /*tellsOthers=*/isLarge_, head.from);
+             /*notifiesOthers=*/isLarge_, head.from);
 }
 
 // ---- ranks that leave or are lost --------------------------------------------------------------
@@ -218,7 +218,7 @@ Departure Membership::departureOf(int rank) const {
 std::string Membership::reasonOf(int rank) const {
   {
     MutexLock lock(failureMutex_);
-    if (auto found = saidWhy_.find(rank); found != saidWhy_.end()) return found->second;
+    if (auto found = leaveReasons_.find(rank); found != leaveReasons_.end()) return found->second;
   }
   const Arena* arena = this->arena();
   return arena ? arena->reasonOf(rank) : std::string();
@@ -243,23 +243,23 @@ void Membership::onLeft(int rank, const std::string& reason) {
   if (hasLeft(rank)) return;
   if (!reason.empty()) {
     MutexLock lock(failureMutex_);
-    saidWhy_.emplace(rank, reason);
+    leaveReasons_.emplace(rank, reason);
   }
-  isGone(rank, departed(rank), /*isFailure=*/false);
+  setGone(rank, departed(rank), /*isFailure=*/false);
 }
 
-void Membership::isGone(int rank, const Status& story, bool isFailure) {
+void Membership::setGone(int rank, const Status& why, bool isFailure) {
   left_[rank].store(true, std::memory_order_release);
-  mailbox_.setAbsent(rank, story, isFailure);
+  mailbox_.setAbsent(rank, why, isFailure);
   // A rank that leaves after a failure writes the cause into the arena first.
   if (const Arena* arena = this->arena(); arena && !isLeaving()) {
     if (const Status known = arena->failure(); !known.ok()) {
-      return failLocked(known, /*tellsOthers=*/false);
+      return failLocked(known, /*notifiesOthers=*/false);
     }
   }
-  mailbox_.endMessagesOf(rank, story);
+  mailbox_.endMessagesOf(rank, why);
   // It may have left before it received the failure: bypass it.
-  if (isPassedOn_ && !tellers_.contains(rank)) this->tellOthers();
+  if (isForwarded_ && !failureSenders_.contains(rank)) this->notifyOthers();
 }
 
 // The goodbye is the last frame of this group on its connection, so that open receives end here.
@@ -298,23 +298,23 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     Cause fields;
     fields.incident = incidentOf(uid);
     fields.rank = rank;
-    Status story(
+    Status why(
         Code::kPeerLost,
         "mycoll group '" + group.name +
             "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
             mailbox_.describeRank(rank) + " " +
             (wasThere ? loss.describe(isUnclear) : "ended before its first call with this rank") +
             " (seen by rank " + std::to_string(group.rank) +
-            ").\n  The group is dead; see that rank's log. To go on: destroy the "
+            ").\n  The group is dead; see that rank's log. To continue: destroy the "
             "group and make a new one, or restart the job (torchrun --max-restarts).",
         fields);
     if (!isUnclear) {
       lost_.insert(rank);
-      failLocked(story, /*tellsOthers=*/true);
-      if (isPassedOn_) this->tellOthers();  // bypassing this rank, too
+      failLocked(why, /*notifiesOthers=*/true);
+      if (isForwarded_) this->notifyOthers();  // bypassing this rank, too
       return;
     }
-    isGone(rank, story, /*isFailure=*/true);
+    setGone(rank, why, /*isFailure=*/true);
   }
 }
 
@@ -327,7 +327,7 @@ void Membership::haveMet(const std::vector<int>& ranks) {
 
 void Membership::trustArena() {
   IoLock lock(mailbox_.ioMutex());
-  tellsOthers_ = false;
+  notifiesOthers_ = false;
 }
 
 bool Membership::beginToLeave() {
@@ -345,13 +345,13 @@ void Membership::failHost() {
       Code::kPeerLost, describeDeparture(mailbox_.rank()) + " with operations that were not done"));
 }
 
-void Membership::sayGoodbye(const Status& cause, const std::string& reason) {
+void Membership::sendGoodbye(const Status& cause, const std::string& reason) {
   if (Arena* arena = this->arena()) arena->leave(reason);
   {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
     // The other side must receive the cause before the departure.
-    const std::string why = !cause_.ok() && tellsOthers_ ? abortPayload() : "";
+    const std::string why = !cause_.ok() && notifiesOthers_ ? abortPayload() : "";
     for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
       if (rank == mailbox_.rank()) continue;
       if (!why.empty()) mailbox_.sendControlIfConnected(rank, FrameKind::kAbort, why);
@@ -366,7 +366,7 @@ void Membership::endLeaving(const Status& cause) {
     IoLock lock(mailbox_.ioMutex());
     moveTo(State::kLeft);
   }
-  fail(cause, /*tellsOthers=*/false);
+  fail(cause, /*notifiesOthers=*/false);
 }
 
 }  // namespace mycoll

@@ -49,24 +49,24 @@ class Membership {
   // Whether the failure ends the collective of this number now.
   bool isOver(uint64_t number) const;
   // As isOver(), but checks the arena, too. For the thread that runs that collective and holds the
-  // run lock; it must call spread() afterwards.
+  // run lock; it must call propagate() afterwards.
   bool noticeFailure(uint64_t number);
   // As noticeFailure(), for a thread that runs no collective. True if the arena had a new failure.
-  bool lookIntoArena();
+  bool checkArena();
   // This rank has begun to leave.
   bool isLeaving() const { return isLeaving_.load(std::memory_order_acquire); }
 
   // ---- it fails
   // Fails the group and fills in the cause's group. Collectives before `from` may still succeed.
   // Ends operations, whose callbacks run here: the caller holds no lock.
-  void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
-  // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
-  // If memory runs out, all groups of the process fail.
-  void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0) noexcept;
+  void fail(const Status& cause, bool notifiesOthers = true, uint64_t from = 0);
+  // In two parts, for a caller that holds the run lock: propagate() follows when it has released
+  // it. If memory runs out, all groups of the process fail.
+  void failFirst(const Status& cause, bool notifiesOthers = true, uint64_t from = 0) noexcept;
   // Sends queued frames, completes the operations that have ended, and wakes waiting threads. Does
   // nothing unless failFirst() was called before.
-  void spread();
-  void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
+  void propagate();
+  void failLocked(const Status& cause, bool notifiesOthers, uint64_t from = 0) REQUIRES(ioRole);
   // fn is called once if the group fails, or has failed, other than by abort() or by being left. It
   // must not block.
   void whenFailed(std::function<void()> fn);
@@ -90,14 +90,14 @@ class Membership {
   // ---- this rank leaves
   // False: it is leaving already.
   bool beginToLeave();
-  // Before sayGoodbye(), if collectives are not done: fails the group for the ranks of this host.
+  // Before sendGoodbye(), if collectives are not done: fails the group for the ranks of this host.
   // They may read this rank's tensors in place, which the program uses for something else next.
   void failHost();
   // Notifies the ranks that this one leaves. It makes no connection for that: a rank without one
   // may see the process end without knowing why; see onPeerLost(). Unsent messages end with
   // `cause`, as no part of a message may follow its sender's goodbye. reason: for ranks that still
   // need this one, like "its program ended with ..."; empty: none.
-  void sayGoodbye(const Status& cause, const std::string& reason);
+  void sendGoodbye(const Status& cause, const std::string& reason);
   // From then on calls end with this status.
   void endLeaving(const Status& cause);
 
@@ -113,8 +113,8 @@ class Membership {
   bool failAsArena();
   Status asCause(const Status& why) const;
   void moveTo(State next) REQUIRES(ioRole);
-  void isGone(int rank, const Status& story, bool isFailure) REQUIRES(ioRole);
-  void tellOthers() REQUIRES(ioRole);
+  void setGone(int rank, const Status& why, bool isFailure) REQUIRES(ioRole);
+  void notifyOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
@@ -127,25 +127,25 @@ class Membership {
   State state_ GUARDED_BY(ioRole) = State::kOpen;
   Status cause_ GUARDED_BY(ioRole);                        // the first one
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
-  bool tellsOthers_ GUARDED_BY(ioRole) = true;
+  bool notifiesOthers_ GUARDED_BY(ioRole) = true;
   std::function<void()> whenFailed_ GUARDED_BY(ioRole);
-  bool isPassedOn_ GUARDED_BY(ioRole) = false;  // the failure is sent along the control tree
-  std::set<int> lost_ GUARDED_BY(ioRole);       // lost ranks, which forward nothing
-  std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that sent the failure to this one
+  bool isForwarded_ GUARDED_BY(ioRole) = false;      // the failure is sent along the control tree
+  std::set<int> lost_ GUARDED_BY(ioRole);            // lost ranks, which forward nothing
+  std::set<int> failureSenders_ GUARDED_BY(ioRole);  // ranks that sent the failure to this one
   // By rank: the first collective that it knows to be ended by the failure.
-  std::map<int, uint64_t> informed_ GUARDED_BY(ioRole);
+  std::map<int, uint64_t> notified_ GUARDED_BY(ioRole);
   std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
   // For readers without the I/O lock.
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
-  std::atomic<bool> hasNews_{false};  // for spread()
+  std::atomic<bool> mustSpread_{false};  // for propagate()
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);
-  std::map<int, std::string> saidWhy_ GUARDED_BY(failureMutex_);  // by rank that has left
+  std::map<int, std::string> leaveReasons_ GUARDED_BY(failureMutex_);  // by rank that has left
 };
 
 }  // namespace mycoll

@@ -118,7 +118,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     // earlier collectives that other ranks still run.
     if (!outcome->ok() && !group_.membership.hasFailed()) {
       const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
-      group_.membership.failFirst(*outcome, /*tellsOthers=*/true, from);
+      group_.membership.failFirst(*outcome, /*notifiesOthers=*/true, from);
     }
   }
   return true;
@@ -148,7 +148,7 @@ bool Queue::run(int spins) {
       isLast = ops_.empty();
       head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
-    if (!outcome.ok()) group_.membership.spread();
+    if (!outcome.ok()) group_.membership.propagate();
     try {
       ended->finish(std::move(outcome));
     } catch (const std::bad_alloc&) {
@@ -180,7 +180,7 @@ class Waiting {
     if (!std::exchange(isCounted_, false)) return;
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
-    queue_.handOn();
+    queue_.handOver();
   }
 
  private:
@@ -192,7 +192,7 @@ class Waiting {
 
 }  // namespace
 
-void Queue::handOn() const {
+void Queue::handOver() const {
   if (!isEmpty() || group_.engine->mesh()->hasPending()) group_.engine->wake();
 }
 
@@ -200,7 +200,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return outcomeOf(*op);
   // The other ranks may be there already: then this thread need not count as one that waits.
   if (!op->isMessage() && run(spinPolicy_.pauses) && op->done()) {
-    handOn();
+    handOver();
     return outcomeOf(*op);
   }
   // A wait without a deadline reads the clock only after its first look at the queue.
@@ -244,7 +244,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       lastTick = now;
       // Only a wait without a deadline blocks its thread: one that polls is not stuck.
       if (!entry && deadline.isNever()) diagnosis_.enter(&entry, op);
-      lookAround(*op);
+      checkState(*op);
       if (op->done()) break;
       // Both calls may wait for the interpreter, which another thread may hold for long: meanwhile
       // the engine's thread works.
@@ -266,9 +266,9 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
 }
 
 // Called by a waiting thread every kWaitTick.
-void Queue::lookAround(Op& op) {
+void Queue::checkState(Op& op) {
   group_.engine->mesh()->checkProcesses();
-  group_.engine->hear();
+  group_.engine->handleMessages();
   if (op.isMessage()) {
     diagnosis_.checkMessage(static_cast<MessageOp&>(op));
   } else {

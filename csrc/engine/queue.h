@@ -49,7 +49,7 @@ class Queue {
   size_t size() const;
   bool hasWaiters() const { return waiters_.load(std::memory_order_seq_cst) > 0; }
   // A thread stops working on the queue: the engine's thread continues, if anything is left.
-  void handOn() const;
+  void handOver() const;
   // Collectives are queued and no thread waits for one of them. Never true for an external group.
   bool isUnattended() const;
   // Collectives that this rank was asked for.
@@ -79,7 +79,7 @@ class Queue {
   bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
   // True if a collective advanced.
   bool sleepFor(const Op& op, Deadline deadline);
-  void lookAround(Op& op);
+  void checkState(Op& op);
   Status outcomeOf(const Op& op);
   void noteCallSite(const Op& op);
 

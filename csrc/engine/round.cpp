@@ -50,12 +50,12 @@ Round::Report::Kind kindOf(LossReason reason) {
 }  // namespace
 
 Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message,
-             Roster roster, News& news)
+             Roster roster, Wakeup& wakeup)
     : mesh_(std::move(mesh)),
       message_(std::move(message)),
       roster_(std::move(roster)),
       mailbox_(mesh_, std::move(address), this),
-      news_(news),
+      wakeup_(wakeup),
       joined_(roster_.members.size()) {
   const int self = mailbox_.rank();
   const Shape shape(hostsOf(mailbox_.group()), sumTree());
@@ -76,7 +76,7 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage
 }
 
 Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                   InvitationMessage message, Roster roster, News& news,
+                   InvitationMessage message, Roster roster, Wakeup& wakeup,
                    std::unique_ptr<Round>* result, bool isToJoin) {
   GroupAddress address;
   address.name = name;
@@ -84,8 +84,8 @@ Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank
   address.peers = roster.peers;
   MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + toHex(message.digest), &address.secret));
   setContext(&address);
-  result->reset(
-      new Round(std::move(mesh), std::move(address), std::move(message), std::move(roster), news));
+  result->reset(new Round(std::move(mesh), std::move(address), std::move(message),
+                          std::move(roster), wakeup));
   Round& round = **result;
   // The invitations come first: a connection to a child is authenticated by the oldest group that
   // it is in, and the child does not know this round yet.
@@ -175,7 +175,7 @@ void Round::forward() {
 }
 
 void Round::toChildren(FrameKind kind, const std::string& payload) {
-  news_.note();
+  wakeup_.notify();
   for (const int child : children_) {
     if (mailbox_.isPresent(child)) mailbox_.sendControl(child, kind, payload);
   }
@@ -209,7 +209,7 @@ void Round::handle(const Event& event) {
 void Round::onLeft(int rank) {
   if (rank != parent_ || parentState_ != Parent::kHere) return;
   parentState_ = Parent::kLeft;
-  news_.note();
+  wakeup_.notify();
 }
 
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
@@ -224,14 +224,14 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
   if (rank == parent_) {
     parentState_ = Parent::kLost;
     parentLoss_ = loss;
-    news_.note();
+    wakeup_.notify();
   } else if (isChild || mailbox_.rank() == 0) {
     pass(loss);
   }
 }
 
 void Round::pass(const Report& report) {
-  news_.note();
+  wakeup_.notify();
   if (mailbox_.rank() == 0) return reports_.push_back(report);
   if (mailbox_.isPresent(parent_)) mailbox_.sendControl(parent_, FrameKind::kAbort, encode(report));
 }

@@ -48,17 +48,17 @@ class Round final : public EventHandler {
     Status why;
   };
 
-  // Joins the round of this roster, and invites the children with the message. news: noted when the
-  // round is formed, fails, or has a report. isToJoin: false if the rank will only report that it
-  // gives up.
+  // Joins the round of this roster, and invites the children with the message. wakeup: notified
+  // when the round is formed, fails, or has a report. isToJoin: false if the rank will only report
+  // that it gives up.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                     InvitationMessage message, Roster roster, News& news,
+                     InvitationMessage message, Roster roster, Wakeup& wakeup,
                      std::unique_ptr<Round>* result, bool isToJoin = true);
   ~Round();
 
   const Roster& roster() const { return roster_; }
   int rank() const { return mailbox_.rank(); }
-  // All ranks have joined, and rank 0 has said so.
+  // All ranks have joined, and rank 0 has confirmed it.
   bool isFormed();
   // Not ok: rank 0, or a rank that has lost its parent, has ended the round.
   Status failure();
@@ -94,7 +94,7 @@ class Round final : public EventHandler {
 
  private:
   Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message, Roster roster,
-        News& news);
+        Wakeup& wakeup);
 
   void handle(const Event& event) override REQUIRES(ioRole);
   void onJoined(int child, const std::string& payload) REQUIRES(ioRole);
@@ -114,7 +114,7 @@ class Round final : public EventHandler {
   std::vector<int> children_;
   int parent_ = -1;
   std::vector<std::unique_ptr<Invitation>> invitations_;
-  News& news_;
+  Wakeup& wakeup_;
 
   std::vector<bool> joined_ GUARDED_BY(ioRole);        // by rank: those known here
   std::vector<int> unsent_ GUARDED_BY(ioRole);         // of these, not sent up yet

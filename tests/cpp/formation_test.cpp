@@ -171,7 +171,7 @@ class Puppet {
   std::shared_ptr<Mesh> mesh() const { return engine_->mesh(); }
 
   Handle handle;
-  News news;
+  Wakeup news;
 
  private:
   const std::shared_ptr<Store> store_;
@@ -333,7 +333,7 @@ TEST(Formation, ranksOfAGroupNeedNoStore) {
   // It cannot: it has written so to the store.
   const auto told = std::make_shared<MemoryStore>();
   options.rank = 0;
-  stayAway(options, *told, Status(Code::kNetwork, "no network here"));
+  reportAbsence(options, *told, Status(Code::kNetwork, "no network here"));
   options.rank = 1;
   options.timeout = milliseconds(10'000);
   EXPECT(says(Communicator::create(options, told, engines[2], &never), "no network here"));
@@ -671,7 +671,8 @@ TEST(Formation, aRankThatCannotStartIsReported) {
           return;
         }
         if (!isEarly) std::this_thread::sleep_for(milliseconds(300));
-        stayAway(optionsOf(culprit, 2), *store, Status(Code::kInvalidArgument, "no descriptors"));
+        reportAbsence(optionsOf(culprit, 2), *store,
+                      Status(Code::kInvalidArgument, "no descriptors"));
       });
       EXPECT_EQ(found.code(), Code::kStore);
       EXPECT(says(found, "rank " + std::to_string(culprit) + " ("));

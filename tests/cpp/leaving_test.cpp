@@ -301,7 +301,7 @@ TEST(Leaving, aSilentPeerMayHaveLeft) {
     world.end(0);
     const test::Listener& listener = world.at(2, 1).listener;
     world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-    world.at(2, 1).listener.agreement().tellArrived({});
+    world.at(2, 1).listener.agreement().sendArrived({});
     EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
     EXPECT_OK(listener.failure());
     EXPECT(world.talk(1, 2, 1, 1, 2));
@@ -332,7 +332,7 @@ TEST(Leaving, aPeerThatIsNeededIsLostAtOnce) {
       } else {
         world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Meshes::word(4), {&value, 4});
         world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-        world.at(2, 1).listener.agreement().tellArrived({});
+        world.at(2, 1).listener.agreement().sendArrived({});
       }
       EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
       EXPECT(listener.failure().code() == Code::kPeerLost);
@@ -386,8 +386,8 @@ TEST(Leaving, theFirstCauseComesBeforeTheGoodbye) {
     Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
     Membership& leaving = world.at(1, 1).listener.membership();
-    leaving.fail(Status(Code::kMismatch, "different calls"), /*tellsOthers=*/false);
-    leaving.sayGoodbye(Status(Code::kAborted, "left"), "");
+    leaving.fail(Status(Code::kMismatch, "different calls"), /*notifiesOthers=*/false);
+    leaving.sendGoodbye(Status(Code::kAborted, "left"), "");
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
     EXPECT_EQ(world.at(0, 1).listener.failure().message(), "mycoll group 'g1': different calls");
@@ -427,7 +427,7 @@ TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
       for (int process : {0, 1}) world.join(process, context, {0, 1});
     }
     Membership& failed = world.at(1, kLast).listener.membership();
-    failed.fail(Status(Code::kMismatch, "different calls"), /*tellsOthers=*/false);
+    failed.fail(Status(Code::kMismatch, "different calls"), /*notifiesOthers=*/false);
     for (uint64_t context = kFirst; context <= kLast; ++context) world.leave(1, context);
     EXPECT(world.talk(0, 1, kStays, 0, 1));
     world.turn();
@@ -435,7 +435,7 @@ TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
               "mycoll group 'g102': different calls");
     test::Listener& first = world.at(0, kFirst).listener;
     first.agreement().begin(0, Meshes::word(4));
-    first.agreement().tellArrived({1});
+    first.agreement().sendArrived({1});
     EXPECT(world.turnUntil([&] { return !first.gone().empty(); }, 3000));
     EXPECT_OK(first.failure());
     // A message that its receiver is to ask for: its sender waits for that.
@@ -485,7 +485,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
   auto ask = [](Meshes& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
     world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-    world.at(2, 1).listener.agreement().tellArrived({});
+    world.at(2, 1).listener.agreement().sendArrived({});
   };
   forBothLinks([&](TransportChoice transport) {
     int last = 0;  // when it has been asked, and answers
@@ -502,7 +502,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
       Meshes world(3, transport);
       ask(world);
       world.turn(moment / 3);
-      world.at(0, 1).listener.membership().sayGoodbye(Status(Code::kAborted, "left"), "");
+      world.at(0, 1).listener.membership().sendGoodbye(Status(Code::kAborted, "left"), "");
       EXPECT(world.turnUntil([&] { return world.at(0, 1).mailbox->isFlushed(); }));
       world.members.erase({0, 1});
       world.turn(moment % 3);

@@ -62,7 +62,7 @@ class Meshes {
   void leave(int process, uint64_t context) {
     at(process, context)
         .listener.membership()
-        .sayGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"), "");
+        .sendGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"), "");
     members.erase({process, context});
   }
   // Without a word.

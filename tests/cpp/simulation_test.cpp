@@ -673,7 +673,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
                return isOut[static_cast<size_t>(member)].load();
              });
     };
-    options.mostToldDirectly = script.seed / 2 % 2 ? 1 : 64;
+    options.mostNotifiedDirectly = script.seed / 2 % 2 ? 1 : 64;
     std::shared_ptr<Communicator> group;
     const Status met =
         Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);

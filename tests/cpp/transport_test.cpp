@@ -499,7 +499,7 @@ TEST(Transport, aGoodbyeIsNoLoss) {
     pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
     ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
     // Over the connection that the other side has made.
-    pair.listeners[1].membership().sayGoodbye(Status(Code::kAborted, "left"), "");
+    pair.listeners[1].membership().sendGoodbye(Status(Code::kAborted, "left"), "");
     pair.mailboxes[1].reset();
     pair.meshes[1].reset();
     ASSERT(pair.pump([&] { return pair.listeners[0].gone() == std::vector<int>{1}; }));

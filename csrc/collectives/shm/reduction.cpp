@@ -107,7 +107,7 @@ struct Slices {
   uint64_t rounds;
 };
 
-// Of a reduce_scatter, each rank reduces its own part.
+// In a reduce_scatter, each rank reduces its own part.
 Task shmReduceSmall(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();

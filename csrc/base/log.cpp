@@ -189,12 +189,12 @@ void setLogFile(const char* pattern) { Sink::get().setPattern(pattern); }
 
 void setLogRank(int rank) { Sink::get().setRank(rank); }
 
-void logFailure(const std::string& message) {
+void logFailure(const std::string& lines) {
   static std::atomic<bool> wasThereOne{false};
   if (!isLogged(LogLevel::kFailure)) return;
   const bool isFirst = !wasThereOne.exchange(true, std::memory_order_relaxed);
-  const auto length = static_cast<int>(std::min(message.find('\n'), message.size()));
-  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%.*s", length, message.c_str());
+  const auto length = static_cast<int>(std::min(lines.find('\n'), lines.size()));
+  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%.*s", length, lines.c_str());
 }
 
 void flushLog() {

@@ -42,7 +42,7 @@ inline bool isLogged(LogLevel level) {
 
 // Logs the failure of a group: the first line of the text, as every rank logs one and the exception
 // has all of it. At the level kFailure only the process's first failure is logged.
-void logFailure(const std::string& message);
+void logFailure(const std::string& lines);
 
 // While one exists, the lines of its thread are kept; the end of the outermost one writes them. For
 // a thread that holds a lock which others need, or that must notify others first.

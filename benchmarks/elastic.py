@@ -1,7 +1,7 @@
 """How fast a group continues after a death, and how fast a process joins it.
 
-    python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20]
-                                 [--no-store]
+    python benchmarks/elastic.py [--backend mycoll|gloo|group|nccl2] [--ranks 4] [--events 20]
+                                 [--no-store] [--idle] [--device cpu|cuda]
     python benchmarks/elastic.py --table [--events 200]
 
 The ranks are processes of this host. Each event kills one random rank, lets the survivors
@@ -9,6 +9,9 @@ continue, and then lets a process join that has imported torch before.
 mycoll, gloo: torch's interface (enable_reconfigure), which needs torch 2.14 or newer. This process
 sends the ranks the handles of the next group, as a scheduler would.
 group: mycoll.ElasticGroup, whose ranks agree on the next group by themselves.
+--idle: no collective runs when the rank is killed, and times count from the call of reconfigure().
+--device cuda: with CUDA tensors. nccl2 needs it, and --idle; where there is no GPU, on stand-ins:
+`./dev build` with a torch that is built for CUDA 13, and LD_PRELOAD as in tests/standins/cuda.
 --no-store: the process that serves the rendezvous store is killed before the first event.
 --table: all rows of a results page. Each has so many events; gloo's have 5, as each one takes 20
 seconds. The last row needs endpoint_test, a C++ test that a checkout builds: 64 ranks are threads
@@ -50,13 +53,22 @@ def serve(pipe: Connection) -> None:
     signal.pause()
 
 
-def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
-    """A rank: continues with the handles that it receives, and sums until a rank is lost."""
+def follow(
+    pipe: Connection, backend: str, port: int, number: int, device: str = "cpu", idle: bool = False
+) -> None:
+    """A rank: continues with the handles that it receives, and sums until a rank is lost. idle:
+    once."""
     import torch
     import torch.distributed as dist
 
     c10d = dist.distributed_c10d
     torch.set_num_threads(1)
+    if device == "cuda":
+        from standins import cuda
+
+        if cuda.is_here():
+            cuda.load()
+        torch.cuda.set_device(number % torch.cuda.device_count())
     store: Any = dist.HashStore()
     if port:
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
@@ -69,7 +81,7 @@ def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
         enable_reconfigure=True,
     )
     pipe.send(c10d._get_reconfigure_handle())
-    x = torch.empty(2)
+    x = torch.empty(2, device=device)
     while True:
         uuid, handles = pipe.recv()
         c10d._reconfigure(uuid=uuid, handles=handles, timeout=timedelta(seconds=20)).wait()
@@ -77,6 +89,8 @@ def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
         dist.all_reduce(x)
         assert x.tolist() == [len(handles)] * 2
         pipe.send(("right", now(), c10d._get_reconfigure_handle()))
+        if idle:
+            continue
         try:
             x.zero_()
             while x[1] < len(handles):  # all leave in the same step
@@ -113,9 +127,11 @@ def agree(pipe: Connection, *_: Any) -> None:
 class Members:
     """The ranks, and how long each of them takes."""
 
-    def __init__(self, crew: Crew, backend: str) -> None:
+    def __init__(self, crew: Crew, backend: str, device: str = "cpu", idle: bool = False) -> None:
         self.crew = crew
         self.backend = backend
+        self.device = device
+        self.idle = idle
         self.uuid = 0
         self.handles: dict[int, str] = {}  # gloo's is another one in each group
         self.server = crew.start(serve)
@@ -125,7 +141,10 @@ class Members:
         program = agree if self.backend == "group" else follow
         started = []
         for _ in range(count):
-            started.append(self.crew.start(program, self.backend, self.port, len(self.handles)))
+            number = len(self.handles)
+            started.append(
+                self.crew.start(program, self.backend, self.port, number, self.device, self.idle)
+            )
             self.handles[started[-1]] = ""
         for each in started:
             self.handles[each] = self.crew.receive(each)
@@ -153,16 +172,16 @@ class Members:
 
 
 def run(
-    crew: Crew, backend: str, ranks: int, events: int, has_store: bool, seed: int
+    group: Members, ranks: int, events: int, has_store: bool, seed: int
 ) -> dict[str, list[float]]:
     chance = random.Random(seed)
-    group = Members(crew, backend)
+    crew = group.crew
     members = group.start(ranks)
     times: dict[str, list[float]] = {
         "from the exception": [], "from the kill": [], "join": []
     }  # fmt: skip
     spares: list[int] = []
-    if backend == "group":  # each one joins those before it
+    if group.backend == "group":  # each one joins those before it
         for count in range(1, ranks + 1):
             group.form(members[:count])
     else:
@@ -178,7 +197,11 @@ def run(
         victim = members.pop(chance.randrange(len(members)))
         killed = now()
         crew.signal(victim, signal.SIGKILL)
-        noticed = max(group.answer(each, "lost") for each in members)
+        if group.idle:
+            time.sleep(0.2)
+            noticed = now()
+        else:
+            noticed = max(group.answer(each, "lost") for each in members)
         right = group.form(members)
         times["from the exception"].append(1e3 * (right - noticed))
         times["from the kill"].append(1e3 * (right - killed))
@@ -210,7 +233,7 @@ def table(events: int, seed: int) -> None:
     ):  # fmt: skip
         count = min(events, 5) if backend == "gloo" else events
         with Crew() as crew:
-            times = run(crew, backend, ranks, count, has_store, seed)
+            times = run(Members(crew, backend), ranks, count, has_store, seed)
         store = "" if has_store else ", the store's process was killed before"
         show(f"{backend}, {ranks} ranks{store}", list(times.values()))
     show("64 ranks on 8 hosts, one host is killed", [[], hosts_killed(events), []])
@@ -228,10 +251,12 @@ def hosts_killed(events: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", default="mycoll", choices=("mycoll", "gloo", "group"))
+    parser.add_argument("--backend", default="mycoll", choices=("mycoll", "gloo", "group", "nccl2"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--events", type=int, help="200 of each row of a table, otherwise 20")
     parser.add_argument("--no-store", action="store_true")
+    parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--table", action="store_true")
@@ -241,11 +266,12 @@ def main() -> None:
         return
     events = given.events or 20
     with Crew() as crew:
-        times = run(crew, given.backend, given.ranks, events, not given.no_store, given.seed)
+        group = Members(crew, given.backend, given.device, given.idle)
+        times = run(group, given.ranks, events, not given.no_store, given.seed)
     if given.json:
         print(json.dumps(times))
         return
-    print(f"{given.backend}, {given.ranks} ranks, {events} events, milliseconds")
+    print(f"{given.backend}, {given.ranks} ranks, {given.device}, {events} events, milliseconds")
     for name, all_of_it in times.items():
         median, p99 = summary(all_of_it)
         print(f"{name:20} median {median:8.1f}  p99 {p99:8.1f}")

@@ -139,7 +139,8 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
-// Reduces what all ranks have offered; begins after the arrival of the others.
+// Reduces what all ranks have offered; called after the arrival. Publishes results in rounds only if
+// ranks wait for each other's.
 Task shmReduceDirect(ShmGroup group, const Call& call) {
   if (group.memory.isAnyNew(group.arena)) {
     Status status = co_await shmAgain(group, call);
@@ -320,7 +321,6 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
-// Called after the arrival. Publishes results in rounds only if ranks wait for each other's.
 // Every rank's list of sizes is the same, so all know how many rounds the longest part takes.
 Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;

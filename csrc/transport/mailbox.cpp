@@ -14,6 +14,9 @@ namespace {
 // The approximate memory of a buffered message beside its payload.
 constexpr size_t kBufferedOverhead = 256;
 
+// Made at program start: a request is cancelled also if there is no memory. Never destroyed.
+const Status& kCancelled = *new Status(Code::kAborted, "cancelled");
+
 // Whether a failure from this collective on ends such a message. ~0: there is no failure.
 bool endsWith(uint64_t from, MessageClass messageClass, uint64_t tag) {
   switch (messageClass) {
@@ -455,7 +458,7 @@ void Mailbox::onRead(Transfer& request, const FrameHeader& came, bool isValid) {
 
 void Mailbox::cancel(Transfer& request) {
   IoLock lock(ioMutex());
-  if (request.isPosted_) abandon(request, Status(Code::kAborted, "cancelled"));
+  if (request.isPosted_) abandon(request, kCancelled);
 }
 
 int Mailbox::presentRank(const std::string& uid) const {

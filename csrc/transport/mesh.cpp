@@ -280,7 +280,9 @@ Connection& Mesh::linkTo(const PeerAddress& peer) {
 bool Mesh::hasLinkTo(const PeerAddress& peer) const { return find(peer.uid) != nullptr; }
 
 void Mesh::forget(Transfer* request) {
-  for (auto& connection : connections_) connection->sender().forget(request);
+  for (auto& connection : connections_) {
+    if (!connection->sender().forget(request)) connection->breakOff({LossReason::kNoMemory, ""});
+  }
   discard([&](const FrameTarget& target) { return target.request == request; });
 }
 

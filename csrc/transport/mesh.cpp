@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <chrono>
 #include <new>
 #include <utility>
@@ -107,6 +108,7 @@ void Mesh::giveUp() {
                                                           " is out of memory")});
   }
   handleEvents();
+  doorkeeper_.lookAgain();
   hasRunOut_ = false;
 }
 
@@ -240,6 +242,7 @@ Connection* Mesh::find(const std::string& uid) const {
 }
 
 Connection& Mesh::connectionWith(const PeerAddress& peer) {
+  assert(!peer.uid.empty());
   Connection*& connection = byUid_[peer.uid];
   if (!connection) {
     connections_.push_back(std::make_unique<Connection>(local_, peer));
@@ -400,9 +403,11 @@ void Mesh::checkProcesses() {
   for (const ProcessWatch::Seen& each : seen) {
     if (isLiving(lookAtProcess(each.pid, each.startTicks))) continue;
     IoLock lock(io_);
-    if (!watch_.hasEnded(each.uid)) continue;
-    isAnyLost = true;
-    processEnded(each.uid);
+    isAnyLost |= turn([&]() REQUIRES(ioRole) {
+      const bool hasEnded = watch_.hasEnded(each.uid);
+      if (hasEnded) processEnded(each.uid);
+      return hasEnded;
+    });
   }
   if (!isAnyLost) return;
   progress();  // notifies other ranks immediately

@@ -109,6 +109,7 @@ void Mesh::giveUp() {
   }
   handleEvents();
   doorkeeper_.lookAgain();
+  local_.sleeper.watchAgain(local_.bell.fd());
   hasRunOut_ = false;
 }
 
@@ -129,7 +130,6 @@ void Mesh::onReady(const epoll_event* events, int count) {
     IoLock lock(io_);
     moved = turn([&]() REQUIRES(ioRole) {
       for (int i = 0; i < count; ++i) onEvent(events[i]);
-      goOnWithHandshakes();
       return moveBytes();
     });
     finished = takeDelivered();
@@ -199,7 +199,6 @@ bool Mesh::lookAndMove(bool* inHost, bool polls) {
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
   const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
   if (polls || shakesHands || ++pollCount_ % rarity == 0) pollEvents();
-  if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
   return moveBytes(inHost);
 }
 
@@ -211,7 +210,16 @@ void Mesh::setAsleep(bool asleep) {
 }
 
 void Mesh::goOnWithHandshakes() {
-  for (auto& connection : connections_) connection->goOnDialing();
+  std::vector<Connection*> unneeded;
+  for (auto& connection : connections_) {
+    connection->goOnDialing();
+    if (connection->hasNoGroup()) unneeded.push_back(connection.get());
+  }
+  // The other side has left all groups that both were in.
+  for (Connection* connection : unneeded) {
+    connection->giveUpDialing();
+    erase(*connection);
+  }
   doorkeeper_.goOn();
 }
 
@@ -221,15 +229,21 @@ bool Mesh::moveBytes(bool* inHost) {
     moved |= hasMoved;
     if (hasMoved && inHost) *inHost |= connection.isShm();
   };
-  for (auto& connection : connections_) {
-    if (connection->receiver().maybeReadable()) note(*connection, connection->drain());
+  const auto drain = [&]() REQUIRES(ioRole) {
+    for (auto& connection : connections_) {
+      if (connection->receiver().maybeReadable()) note(*connection, connection->drain());
+    }
+  };
+  drain();  // before a dial finds that its peer has left: other ranks may report why
+  if (local_.dialing > 0 || doorkeeper_.isBusy() || doorkeeper_.isToLookAgain()) {
+    goOnWithHandshakes();
+    drain();  // no event reports what arrived with a handshake
   }
   if (sharedReads_.read(Connection::kTurnBytes)) {
     moved = true;
     if (inHost) *inHost = true;
   }
   for (auto& connection : connections_) note(*connection, connection->flush());
-  if (local_.dialing > 0) dialAgain();
   loseEnding();
   return moved;
 }
@@ -326,19 +340,6 @@ Outcome Mesh::admit(const Doorkeeper::Entrant& entrant) const {
   return Outcome::kAccepted;
 }
 
-void Mesh::dialAgain() {
-  std::vector<Connection*> unneeded;
-  for (auto& connection : connections_) {
-    connection->dialAgain();
-    if (connection->hasNoGroup()) unneeded.push_back(connection.get());
-  }
-  // The other side has left all groups that both were in.
-  for (Connection* connection : unneeded) {
-    connection->giveUpDialing();
-    erase(*connection);
-  }
-}
-
 // ---- losses ------------------------------------------------------------------------------------
 
 void Mesh::processEnded(const std::string& uid) {
@@ -378,10 +379,6 @@ void Mesh::raiseLost(const PeerLost& lost) {
 bool Mesh::isVisible(const PeerAddress& peer) {
   IoLock lock(io_);
   return watch_.isVisible(peer.uid);
-}
-
-ProcessLife Mesh::lookAt(const PeerAddress& peer) {
-  return isVisible(peer) ? lookAtProcess(peer.pid, peer.startTicks) : ProcessLife::kGone;
 }
 
 bool Mesh::hasLost(const PeerAddress& peer) {

@@ -97,16 +97,6 @@ FrameHeader Mailbox::header(FrameKind kind, const Transfer& request) const {
   return result;
 }
 
-bool Mailbox::checkRank(Transfer& request, int rank, const char* what) {
-  if (rank >= 0 && rank < ranks()) return true;
-  request.status_ =
-      Status(Code::kInvalidArgument, std::string(what) + " rank " + std::to_string(rank) +
-                                         " is out of range in group '" + group_.name + "' of " +
-                                         std::to_string(ranks()));
-  request.done_.store(true, std::memory_order_release);
-  return false;
-}
-
 void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data) {
   assert(!request.isPosted_);
@@ -151,7 +141,7 @@ void Mailbox::finish(Transfer& request, Status status) {
 
 void Mailbox::send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data, std::shared_ptr<const Segment> attached) {
-  if (!checkRank(request, destination, "destination")) return;
+  assert(destination >= 0 && destination < ranks());
   IoLock lock(ioMutex());
   request.attached_ = std::move(attached);
   if (!postSend(request, destination, messageClass, tag, signature, data)) return;
@@ -342,7 +332,7 @@ void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
 
 void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
                       const Signature& signature, Span data) {
-  if (source != kFromAnyone && !checkRank(request, source, "source")) return;
+  assert(source == kFromAnyone || (source >= 0 && source < ranks()));
   IoLock lock(ioMutex());
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;

@@ -131,4 +131,5 @@ def test_library(place: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"NCCL {version_of(place)} ({library})" in run.stdout
-    assert "split mem_alloc register float8 windows revoke" in run.stdout
+    assert "commSplit memAlloc memFree commRegister" in run.stdout
+    assert "commWindowDeregister commRevoke" in run.stdout

@@ -15,7 +15,6 @@ class Deadline {
   Deadline() = default;
 
   static Deadline never() { return Deadline(); }
-  static Deadline at(Clock::time_point when) { return Deadline(when); }
 
   // Durations too long for the clock (torch passes milliseconds::max() for "no timeout") are never.
   static Deadline after(Milliseconds timeout) { return after(timeout, Clock::now()); }

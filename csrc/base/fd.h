@@ -29,12 +29,6 @@ class Fd {
   bool isOpen() const { return fd_ >= 0; }
   explicit operator bool() const { return isOpen(); }
 
-  // The caller must close the returned descriptor.
-  [[nodiscard]] int release() {
-    share();
-    return std::exchange(fd_, -1);
-  }
-
   // In a forked child the number refers to /dev/null. For sockets: the peer detects the end of this
   // process only when no process holds the socket.
   void keepFromChildren();

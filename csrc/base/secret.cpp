@@ -7,19 +7,12 @@
 #include "base/sha256.h"
 
 namespace mycoll {
-namespace {
-
-std::string textOf(const Digest& digest) {
-  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
-}
-
-}  // namespace
 
 Status secretOf(const std::string& text, std::string* secret) {
   MYCOLL_RETURN_IF_ERROR(Env::check());
   const std::string& path = Env::process().secretFile;
   if (path.empty()) {
-    *secret = textOf(sha256(text));
+    *secret = asText(sha256(text));
     return Status();
   }
   std::ifstream file(path, std::ios::binary);
@@ -28,7 +21,7 @@ Status secretOf(const std::string& text, std::string* secret) {
     return Status(Code::kInvalidArgument,
                   "MYCOLL_SECRET_FILE: '" + path + "' cannot be read, or is shorter than 16 bytes");
   }
-  *secret = textOf(hmacSha256(key, text));
+  *secret = asText(hmacSha256(key, text));
   return Status();
 }
 

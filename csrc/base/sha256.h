@@ -44,6 +44,9 @@ inline bool constantTimeEqual(const Digest& a, const Digest& b) {
 Status randomBytes(void* data, size_t bytes);
 
 std::string toHex(const void* data, size_t bytes);
+inline std::string asText(const Digest& digest) {
+  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
 inline std::string toHex(const Digest& digest) { return toHex(digest.data(), digest.size()); }
 
 }  // namespace mycoll

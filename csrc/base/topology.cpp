@@ -1,5 +1,6 @@
 #include "base/topology.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <signal.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <memory>
 
 #include "base/fd.h"
 
@@ -62,22 +64,29 @@ pid_t processId() { return ::getpid(); }
 
 namespace {
 
-constexpr unsigned long kExiting = 0x4;  // PF_EXITING of the kernel
+constexpr unsigned long kExiting = 0x4 | 0x200;  // PF_EXITING, PF_DUMPCORE of the kernel
+constexpr unsigned long kKilled = 1ul << (SIGKILL - 1);
 
-struct ProcessStat {
-  char state = 0;  // as ps shows it; 0: no such process
+struct ThreadStat {
+  char state = 0;  // as ps shows it; 0: no such thread
   unsigned long flags = 0;
+  unsigned long pendingSignals = 0;
   uint64_t startTicks = 0;
   bool isUnknown = false;  // the file could not be opened: no descriptor was left
+
+  bool isEnding() const {
+    return (flags & kExiting) != 0 || (pendingSignals & kKilled) != 0 || state == 'Z' ||
+           state == 'X';
+  }
 };
 
-ProcessStat readStat(pid_t pid) {
-  ProcessStat result;
+// The first thread has the number of its process, and its start is that of the process. Its file is
+// read instead of the process's, for which the kernel adds up the times of all threads.
+ThreadStat readStat(pid_t pid, pid_t thread) {
+  ThreadStat result;
   char path[48], text[1024];
-  // The first thread's file has what is needed, too. For the process's, the kernel adds up the
-  // times of all threads.
   std::snprintf(path, sizeof(path), "/proc/%d/task/%d/stat", static_cast<int>(pid),
-                static_cast<int>(pid));
+                static_cast<int>(thread));
   const Fd file(::open(path, O_RDONLY | O_CLOEXEC));
   if (!file.isOpen()) {
     result.isUnknown = errno != ENOENT && errno != ESRCH;
@@ -90,17 +99,34 @@ ProcessStat readStat(pid_t pid) {
   const char* end = std::strrchr(text, ')');
   if (end == nullptr) return result;
   unsigned long long start = 0;
-  // Fields 3 (state), 9 (flags) and 22 (starttime).
+  // Fields 3 (state), 9 (flags), 22 (starttime) and 31 (signal).
   std::sscanf(end + 1,
-              " %c %*d %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
-              &result.state, &result.flags, &start);
+              " %c %*d %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu"
+              " %*u %*d %*u %*u %*u %*u %*u %*u %lu",
+              &result.state, &result.flags, &start, &result.pendingSignals);
   result.startTicks = start;
   return result;
 }
 
+// Whether a process whose first thread has ended goes on: pthread_exit() in main() leaves the other
+// threads. True if it cannot be found out.
+bool hasOtherThreads(pid_t pid) {
+  char path[32];
+  std::snprintf(path, sizeof(path), "/proc/%d/task", static_cast<int>(pid));
+  const std::unique_ptr<DIR, int (*)(DIR*)> threads(::opendir(path), ::closedir);
+  if (!threads) return errno != ENOENT && errno != ESRCH;
+  while (const dirent* entry = ::readdir(threads.get())) {
+    const pid_t thread = std::atoi(entry->d_name);  // 0: "." or ".."
+    if (thread == 0) continue;
+    const ThreadStat stat = readStat(pid, thread);
+    if (stat.isUnknown || (stat.state != 0 && !stat.isEnding())) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
-uint64_t processStartTicks(pid_t pid) { return readStat(pid).startTicks; }
+uint64_t processStartTicks(pid_t pid) { return readStat(pid, pid).startTicks; }
 
 namespace {
 
@@ -120,16 +146,14 @@ bool isThisProcess(pid_t pid, uint64_t startTicks) {
 
 ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks) {
   if (isThisProcess(pid, startTicks)) return ProcessLife::kAlive;
-  const ProcessStat stat = readStat(pid);
+  const ThreadStat stat = readStat(pid, pid);
   if (stat.isUnknown) {
     return ::kill(pid, 0) == 0 || errno == EPERM ? ProcessLife::kAlive : ProcessLife::kGone;
   }
   const bool isAnother = startTicks != 0 && stat.startTicks != startTicks;
   if (stat.state == 0 || isAnother) return ProcessLife::kGone;
-  if ((stat.flags & kExiting) != 0) return ProcessLife::kEnding;
+  if (stat.isEnding()) return hasOtherThreads(pid) ? ProcessLife::kAlive : ProcessLife::kEnding;
   switch (stat.state) {
-    case 'Z':
-    case 'X': return ProcessLife::kEnding;
     case 'T':
     case 't': return ProcessLife::kStopped;
     case 'R': return ProcessLife::kBusy;

@@ -1,56 +1,35 @@
 #include "base/types.h"
 
+#include <iterator>
+
 namespace mycoll {
 
+namespace {
+
+struct Element {
+  size_t bytes;
+  const char* name;
+};
+
+// By DType.
+constexpr Element kElements[] = {
+    {4, "float32"},     {8, "float64"},     {2, "float16"}, {2, "bfloat16"}, {1, "float8_e4m3fn"},
+    {1, "float8_e5m2"}, {1, "int8"},        {1, "uint8"},   {2, "int16"},    {2, "uint16"},
+    {4, "int32"},       {4, "uint32"},      {8, "int64"},   {8, "uint64"},   {1, "bool"},
+    {8, "complex64"},   {16, "complex128"},
+};
+static_assert(std::size(kElements) == static_cast<size_t>(DType::kCount));
+
+}  // namespace
+
 size_t elementSize(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return 4;
-    case DType::kFloat64: return 8;
-    case DType::kFloat16: return 2;
-    case DType::kBFloat16: return 2;
-    case DType::kFloat8E4M3: return 1;
-    case DType::kFloat8E5M2: return 1;
-    case DType::kInt8: return 1;
-    case DType::kUInt8: return 1;
-    case DType::kInt16: return 2;
-    case DType::kUInt16: return 2;
-    case DType::kInt32: return 4;
-    case DType::kUInt32: return 4;
-    case DType::kInt64: return 8;
-    case DType::kUInt64: return 8;
-    case DType::kBool: return 1;
-    case DType::kComplex64: return 8;
-    case DType::kComplex128: return 16;
-    case DType::kCount:
-    case DType::kOpaque: break;
-  }
-  return 0;
+  return dtype < DType::kCount ? kElements[static_cast<size_t>(dtype)].bytes : 0;
 }
 
 const char* name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kFloat64: return "float64";
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat8E4M3: return "float8_e4m3fn";
-    case DType::kFloat8E5M2: return "float8_e5m2";
-    case DType::kInt8: return "int8";
-    case DType::kUInt8: return "uint8";
-    case DType::kInt16: return "int16";
-    case DType::kUInt16: return "uint16";
-    case DType::kInt32: return "int32";
-    case DType::kUInt32: return "uint32";
-    case DType::kInt64: return "int64";
-    case DType::kUInt64: return "uint64";
-    case DType::kBool: return "bool";
-    case DType::kComplex64: return "complex64";
-    case DType::kComplex128: return "complex128";
-    case DType::kCount: break;
-    case DType::kOpaque: return "opaque";
-  }
+  if (dtype < DType::kCount) return kElements[static_cast<size_t>(dtype)].name;
   // kOpaque + n: a type that is only moved.
-  return dtype > DType::kOpaque ? "opaque" : "unknown dtype";
+  return dtype >= DType::kOpaque ? "opaque" : "unknown dtype";
 }
 
 const char* name(ReduceOp op) {

@@ -50,7 +50,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   // Blocking calls if NCCL can release a thread that hangs in one: otherwise recent versions start
   // a thread for each operation.
   if (!options.nccl.isBlocking) {
-    options.nccl.isBlocking = nccl::Library::loaded()->has(nccl::Capability::kRevoke);
+    options.nccl.isBlocking = nccl::Library::loaded()->functions().commRevoke != nullptr;
   }
   options.issueTimeout = [group = place_.control] { return patienceOf(*group); };
   options.device = device.index();
@@ -188,7 +188,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
     int32_t mine, all;
   };
   const auto vote = std::make_shared<Vote>();
-  vote->mine = isWilling && parent != nullptr && library.has(nccl::Capability::kSplit) ? 1 : 0;
+  vote->mine = isWilling && parent != nullptr && library.functions().commSplit != nullptr ? 1 : 0;
   Call agree;
   agree.kind = OpKind::kAllReduce;
   agree.dtype = DType::kInt32;

@@ -33,7 +33,7 @@ void useNccl(const std::string& path) {
 void requireNcclMemory() {
   const nccl::Library* library = nullptr;
   throwIfFailed(findNccl(&library));
-  if (!library->has(nccl::Capability::kMemAlloc)) {
+  if (library->functions().memAlloc == nullptr) {
     throwStatus(Status(Code::kUnsupported, library->describe() + " has no ncclMemAlloc"));
   }
 }

@@ -41,9 +41,8 @@ bool isSet(const char* variable) {
 // may share it.
 std::string gpuOf(c10::Device device, const nccl::Library& library) {
   if (isSet("NCCL_HOSTID")) return "";
-  if (isSet("NCCL_MULTI_RANK_GPU_ENABLE") && library.has(nccl::Capability::kSeveralRanksPerGpu)) {
-    return "";
-  }
+  const bool knowsSharing = library.version() >= nccl::versionCode(2, 30, 3);
+  if (knowsSharing && isSet("NCCL_MULTI_RANK_GPU_ENABLE")) return "";
   std::string bus;
   if (!nccl::Cudart::get().busId(device.index(), &bus)) return "";
   char host[64] = {};

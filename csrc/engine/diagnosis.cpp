@@ -209,7 +209,8 @@ std::string Diagnosis::stateOf(int rank) const {
   if (group_.membership.departureOf(rank) == Departure::kLeft) return "";
   const PeerAddress& peer = group_.mailbox.group().peers[rank];
   Mesh& mesh = *group_.engine->mesh();
-  return (mesh.isVisible(peer) ? describe(mesh.lookAt(peer)) : "") + lastAnswer(rank);
+  return (mesh.isVisible(peer) ? describe(lookAtProcess(peer.pid, peer.startTicks)) : "") +
+         lastAnswer(rank);
 }
 
 // "rank 2 (node1:4712), rank 3 (node1:4713)". If the ranks are many, only their numbers.

@@ -13,10 +13,6 @@ namespace {
 
 constexpr int kSender = 0, kReceiver = 1;
 
-std::string asText(const Digest& digest) {
-  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
-}
-
 std::string macOf(const GroupAddress& address, const InvitationMessage& message) {
   return asText(hmacSha256(
       address.secret,

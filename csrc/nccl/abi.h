@@ -47,9 +47,8 @@ enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 inline constexpr int kUndefined = INT_MIN;  // in a Config: NCCL chooses
 inline constexpr int kSplitNoColor = -1;
-inline constexpr int kWindowDefault = 0, kWindowSymmetric = 1;
+inline constexpr int kWindowSymmetric = 1;
 inline constexpr size_t kWindowAlignment = 4096;
-inline constexpr int kCtaPolicyDefault = 0, kCtaPolicyEfficiency = 1, kCtaPolicyZero = 2;
 inline constexpr unsigned kConfigMagic = 0xcafebeef;
 
 constexpr int versionCode(int major, int minor, int patch) {
@@ -115,7 +114,9 @@ struct Config {
   X(recv, ncclRecv, Result,                                                                        \
     (void* buffer, size_t count, DataType type, int peer, RawComm* comm, CudaStream stream))
 
-// Null where the library does not have them: see Capability.
+// Null where the library does not have them. The first version that does: 2.18.1 (commSplit), 2.19
+// (memAlloc, commRegister), 2.27 (commWindowRegister), 2.28 (alltoAll, gather, scatter), 2.28.7
+// (commRevoke).
 #define MYCOLL_NCCL_OPTIONAL(X)                                                                \
   X(commSplit, ncclCommSplit, Result,                                                          \
     (RawComm * comm, int color, int key, RawComm** child, Config* config))                     \

@@ -86,7 +86,7 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
     return refuse(call, "it has no such reduction for this element type");
   }
   const bool isFloat8 = call.dtype == DType::kFloat8E4M3 || call.dtype == DType::kFloat8E5M2;
-  if (isFloat8 && !library.has(Capability::kFloat8)) {
+  if (isFloat8 && library.version() < versionCode(2, 24, 0)) {
     return refuse(call, "that takes version 2.24, and this is " + library.describe());
   }
   if (isFloat8 && form.capability != 0 && form.capability < kFloat8Capability) {
@@ -114,7 +114,6 @@ class Enqueuer {
 
   int rank() const { return issue_.comm().rank(); }
   int ranks() const { return issue_.comm().ranks(); }
-  const Library& library() const { return issue_.comm().library(); }
 
   Status group() { return issue_.group(); }
 
@@ -181,7 +180,7 @@ class Enqueuer {
   }
 
   Status gather(Span in, const Spans& out, int root, bool isFlat) {
-    if (isFlat && library().has(Capability::kGatherScatter)) {
+    if (isFlat && functions_.gather != nullptr) {
       if (in.bytes == 0) return {};
       // Only the root writes to it, but with NCCL_CHECK_POINTERS a null pointer is rejected.
       void* const to = rank() == root ? out[0].data : in.data;
@@ -200,7 +199,7 @@ class Enqueuer {
   }
 
   Status scatter(const Spans& in, Span out, int root, bool isFlat) {
-    if (isFlat && library().has(Capability::kGatherScatter)) {
+    if (isFlat && functions_.scatter != nullptr) {
       if (out.bytes == 0) return {};
       const void* const from = rank() == root ? in[0].data : out.data;  // see gather()
       return issue_.take(
@@ -218,7 +217,7 @@ class Enqueuer {
   }
 
   Status allToAll(const Spans& in, const Spans& out, bool isFlat) {
-    if (isFlat && library().has(Capability::kAllToAll)) {
+    if (isFlat && functions_.alltoAll != nullptr) {
       if (in[0].bytes == 0) return {};
       return issue_.take(functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes,
                                              issue_.handle(), stream_),
@@ -242,56 +241,50 @@ class Enqueuer {
   CudaStream stream_;
 };
 
-Status enqueueReduction(Issue& issue, Enqueuer& nccl, const Call& call, const Reduction& how,
-                        bool isFlat) {
-  switch (call.kind) {
-    case OpKind::kAllReduce: return nccl.allReduce(call.in[0], call.out[0], how);
-    case OpKind::kReduce:
-      return nccl.reduce(call.in[0], issue.comm().rank() == call.root ? call.out[0].data : nullptr,
-                         how, call.root);
-    default: return nccl.reduceScatter(call.in, call.out[0], how, isFlat);
+// As check(), and how a reduction is done.
+Status prepare(const Library& library, const Call& call, const Form& form, Reduction* how) {
+  if (form.isFlat && !(isFlat(call.in) && isFlat(call.out))) {
+    return Status(Code::kInternal,
+                  std::string(name(call.kind)) + " was promised flat lists, and got others");
   }
+  if (isReduction(call.kind)) return findReduction(library, call, form, how);
+  if (call.kind == OpKind::kMonitoredBarrier) {
+    return Status(Code::kUnsupported,
+                  "monitored_barrier is no operation of NCCL: it runs on the CPU engine");
+  }
+  if (call.kind > OpKind::kMonitoredBarrier) {
+    return Status(Code::kInternal, std::string(name(call.kind)) + " is no collective");
+  }
+  return {};
 }
 
 }  // namespace
 
 Status check(const Library& library, const Call& call, const Form& form) {
-  if (form.isFlat && !(isFlat(call.in) && isFlat(call.out))) {
-    return Status(Code::kInternal,
-                  std::string(name(call.kind)) + " was promised flat lists, and got others");
-  }
-  if (isReduction(call.kind)) {
-    Reduction reduction;
-    return findReduction(library, call, form, &reduction);
-  }
-  if (call.kind == OpKind::kMonitoredBarrier) {
-    return Status(Code::kUnsupported,
-                  "monitored_barrier is no operation of NCCL: it runs on the CPU engine");
-  }
-  if (call.kind == OpKind::kSend || call.kind == OpKind::kRecv) {
-    return Status(Code::kInternal, "send and recv are no collectives");
-  }
-  return {};
+  Reduction how;
+  return prepare(library, call, form, &how);
 }
 
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form) {
-  MYCOLL_RETURN_IF_ERROR(check(issue.comm().library(), call, form));
+  Reduction how;
+  MYCOLL_RETURN_IF_ERROR(prepare(issue.comm().library(), call, form, &how));
   MYCOLL_RETURN_IF_ERROR(issue.status());
   Enqueuer nccl(issue, stream);
   switch (call.kind) {
     case OpKind::kBarrier:
       return nccl.allReduce(call.out[0], call.out[0], {DataType::kInt32, RedOp::kMax, 4});
     case OpKind::kBroadcast: return nccl.broadcast(call.out[0].data, call.out[0], call.root);
+    case OpKind::kAllReduce: return nccl.allReduce(call.in[0], call.out[0], how);
+    case OpKind::kReduce:
+      return nccl.reduce(call.in[0], nccl.rank() == call.root ? call.out[0].data : nullptr, how,
+                         call.root);
+    case OpKind::kReduceScatter: return nccl.reduceScatter(call.in, call.out[0], how, form.isFlat);
     case OpKind::kAllGather: return nccl.allGather(call.in[0], call.out, form.isFlat);
     case OpKind::kGather: return nccl.gather(call.in[0], call.out, call.root, form.isFlat);
     case OpKind::kScatter: return nccl.scatter(call.in, call.out[0], call.root, form.isFlat);
     case OpKind::kAllToAll: return nccl.allToAll(call.in, call.out, form.isFlat);
-    default: break;
+    default: return {};  // refused above
   }
-
-  Reduction how;
-  MYCOLL_RETURN_IF_ERROR(findReduction(issue.comm().library(), call, form, &how));
-  return enqueueReduction(issue, nccl, call, how, form.isFlat);
 }
 
 Status send(Issue& issue, Span data, int peer, CudaStream stream) {

@@ -1,9 +1,9 @@
 #include "nccl/comm.h"
 
+#include <array>
 #include <atomic>
 #include <cassert>
-#include <map>
-#include <system_error>
+#include <exception>
 #include <thread>
 
 #include "base/log.h"
@@ -43,41 +43,34 @@ Code codeOf(Result result) {
   }
 }
 
-// For errors without a communicator.
-Status describeWithout(const Library& library, Result result, const char* function) {
-  if (result == Result::kSuccess) return {};
+// where: the communicator, if there is one.
+std::string describeError(const Library& library, Result result, const char* function,
+                          const std::string& where, const std::string& context) {
   const char* const error = library.functions().getErrorString(result);
   const char* const last = library.functions().getLastError(nullptr);
-  std::string text = std::string(function) + " failed: " + (error ? error : "unknown error");
+  std::string text = std::string(function) + " failed" + where + ": " +
+                     (error != nullptr ? error : "unknown error");
   if (last != nullptr && *last != '\0') text += std::string("; last error: ") + last;
-  return Status(Code::kInternal, text + "; " + library.describe());
+  if (!context.empty()) text += " [" + context + "]";
+  return text + "; " + library.describe();
+}
+
+// For calls without a communicator.
+Status describeWithout(const Library& library, Result result, const char* function) {
+  if (result == Result::kSuccess) return {};
+  return Status(Code::kInternal, describeError(library, result, function, "", ""));
 }
 
 Status lacks(const Library& library, const char* function) {
   return Status(Code::kUnsupported, library.describe() + " has no " + function);
 }
 
-// Counts, by device, the threads left behind in a clean shutdown, which waits for other ranks. No
-// other clean shutdown on the device may begin beside them.
-class LeftInAnEnd {
- public:
-  static LeftInAnEnd& ofProcess() {
-    static LeftInAnEnd* const kAll = new LeftInAnEnd;
-    return *kAll;
-  }
-  void count(int device, int change) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    threads_[device] += change;
-  }
-  bool isAny(int device) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return threads_[device] > 0;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<int, int> threads_;
-};
+// The number of threads left behind in a clean shutdown of this device, which waits for other
+// ranks. No other clean shutdown on the device may begin beside them.
+std::atomic<int>& leftInAnEnd(int device) {
+  static std::array<std::atomic<int>, 64> counts{};
+  return counts[static_cast<unsigned>(device) % counts.size()];
+}
 
 // How long an abort waits for a thread that is inside NCCL with this communicator. Our threads
 // check the state every millisecond; one that has not returned by then hangs in NCCL.
@@ -122,15 +115,9 @@ Comm::~Comm() {
 
 Status Comm::describe(Result result, const char* function, const std::string& context) const {
   if (result == Result::kSuccess) return {};
-  const Functions& functions = library_.functions();
-  const char* const error = functions.getErrorString(result);
-  const char* const last = functions.getLastError(nullptr);
-  std::string text = std::string(function) + " failed on rank " + std::to_string(rank_) + " of " +
-                     std::to_string(ranks_) + " in '" + name_ +
-                     "': " + (error != nullptr ? error : "unknown error");
-  if (last != nullptr && *last != '\0') text += std::string("; last error: ") + last;
-  if (!context.empty()) text += " [" + context + "]";
-  return Status(codeOf(result), text + "; " + library_.describe());
+  const std::string where =
+      " on rank " + std::to_string(rank_) + " of " + std::to_string(ranks_) + " in '" + name_ + "'";
+  return Status(codeOf(result), describeError(library_, result, function, where, context));
 }
 
 Status Comm::cause() const {
@@ -212,16 +199,20 @@ struct Comm::Apart {
   Result result = Result::kSuccess;
 };
 
-// Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time. The
-// thread calls undo() if the call has failed, or has returned after the caller stopped waiting.
+// Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time. A handle
+// that is in the slot is aborted if the call has failed, has returned after the caller stopped
+// waiting, or could not begin. left: counts the threads whose caller no longer waits.
 Status Comm::runApart(const char* function, Call call, Deadline deadline, const Check& check,
-                      std::function<void()> undo) {
+                      const Slot& slot, std::atomic<int>* left) {
   const auto since = Deadline::Clock::now();
-  auto shared = std::make_shared<Apart>();
+  const auto undo = [this, slot] {
+    if (slot && *slot != nullptr) (void)library_.functions().commAbort(*slot);
+  };
+  std::shared_ptr<Apart> shared;
+  apart_.fetch_add(1);
   try {
-    apart_.fetch_add(1);
-    std::thread([self = shared_from_this(), shared, function, call = std::move(call),
-                 undo = std::move(undo)] {
+    shared = std::make_shared<Apart>();
+    std::thread([self = shared_from_this(), shared, function, call = std::move(call), undo, left] {
       if (self->options_.bindDevice) self->options_.bindDevice();
       const RelaxedCapture relaxed;  // NCCL allocates and frees
       const Result result = call();
@@ -232,16 +223,20 @@ Status Comm::runApart(const char* function, Call call, Deadline deadline, const 
         shared->result = result;
         shared->isDone = true;
         isLeft = shared->isLeft;
+        if (isLeft && left != nullptr) left->fetch_sub(1);
         shared->done.notify_all();
       }
       if (isLeft) {
         MYCOLL_LOG_WARN("%s of '%s' has come back after all", function, self->name_.c_str());
       }
       const bool isGood = result == Result::kSuccess || result == Result::kInProgress;
-      if (undo && (isLeft || !isGood)) undo();
+      if (isLeft || !isGood) undo();
     }).detach();
-  } catch (const std::system_error& error) {
+  } catch (const std::exception& error) {  // there is no thread, or no memory
     apart_.fetch_sub(1);
+    if (options_.bindDevice) options_.bindDevice();
+    const RelaxedCapture relaxed;
+    undo();
     return Status(Code::kInternal, std::string("no thread for ") + function + ": " + error.what());
   }
 
@@ -261,6 +256,7 @@ Status Comm::runApart(const char* function, Call call, Deadline deadline, const 
     lock.lock();
     if (why.ok() || shared->isDone) continue;
     shared->isLeft = true;
+    if (left != nullptr) left->fetch_add(1);
     MYCOLL_LOG_WARN("%s of '%s' has not come back; it is left on a thread of its own: %s", function,
                     name_.c_str(), why.message().c_str());
     return why;
@@ -318,10 +314,7 @@ Status Comm::connect(const UniqueId& id, Deadline deadline, const Check& check) 
     return library_.functions().commInitRankConfig(slot.get(), ranks_, id, rank_, &config);
   };
   // NCCL may return a handle even if it fails.
-  auto undo = [this, slot] {
-    if (*slot != nullptr) (void)library_.functions().commAbort(*slot);
-  };
-  const Status called = runApart(kFunction, call, deadline, check, undo);
+  const Status called = runApart(kFunction, call, deadline, check, slot);
   if (!called.ok()) {
     const Status why = fail(called);
     (void)abort(Deadline::after(std::chrono::seconds(1)), why).ok();
@@ -489,7 +482,7 @@ void Comm::beginAbort(Status why) {
   auto run = [self = shared_from_this()] { self->runAbort(); };
   try {
     std::thread(run).detach();
-  } catch (const std::system_error& error) {
+  } catch (const std::exception& error) {
     MYCOLL_LOG_WARN("no thread for ncclCommAbort (%s): it runs in its caller", error.what());
     run();
   }
@@ -565,7 +558,7 @@ Status Comm::close(Deadline deadline, const Check& check) {
     std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
     if (!lockBy(issuing, deadline)) {
       status = late("close()", since);
-    } else if (state() == State::kReady && LeftInAnEnd::ofProcess().isAny(options_.device)) {
+    } else if (state() == State::kReady && leftInAnEnd(options_.device) > 0) {
       status = Status(Code::kAborted, "NCCL communicator '" + name_ +
                                           "' is stopped, as the end of another one has not come "
                                           "back from NCCL: all ranks of a host have to end their "
@@ -586,18 +579,11 @@ Status Comm::close(Deadline deadline, const Check& check) {
 // communicator in each of these calls, so that no second one may begin beside it. An abort by
 // another thread, as past the deadline, only ends our wait.
 Status Comm::leave(Deadline deadline, const Check& check) {
-  RawComm* comm = nullptr;
-  {
-    std::lock_guard<std::mutex> inspecting(inspect_);
-    std::lock_guard<std::mutex> lock(stateMutex_);
-    if (state() == State::kClosing) comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
-  }
-  if (comm == nullptr) return unusable();  // abort() was first
   const auto since = Deadline::Clock::now();
-  enum Place : int { kInside, kBack, kLeft };
-  auto place = std::make_shared<std::atomic<int>>(kInside);
+  const Slot slot = std::make_shared<RawComm*>(nullptr);
   auto isLate = std::make_shared<std::atomic<bool>>(false);
-  auto end = [this, comm, deadline, isLate] {
+  Call end = [this, slot, deadline, isLate] {
+    RawComm* const comm = std::exchange(*slot, nullptr);
     const Functions& functions = library_.functions();
     Result result = functions.commFinalize(comm);
     while (result == Result::kInProgress && !deadline.expired()) {
@@ -610,14 +596,14 @@ Status Comm::leave(Deadline deadline, const Check& check) {
     (void)functions.commAbort(comm);
     return result;
   };
-  auto call = [end, place, device = options_.device] {
-    const Result result = end();
-    if (place->exchange(kBack) == kLeft) LeftInAnEnd::ofProcess().count(device, -1);
-    return result;
-  };
-  Status status = runApart("close()", call, deadline, check);
-  LeftInAnEnd::ofProcess().count(options_.device, 1);
-  if (place->exchange(kLeft) == kBack) LeftInAnEnd::ofProcess().count(options_.device, -1);
+  {
+    std::lock_guard<std::mutex> inspecting(inspect_);
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    if (state() == State::kClosing) *slot = comm_.exchange(nullptr, std::memory_order_acq_rel);
+  }
+  if (*slot == nullptr) return unusable();  // abort() was first
+  Status status =
+      runApart("close()", std::move(end), deadline, check, slot, &leftInAnEnd(options_.device));
   if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);

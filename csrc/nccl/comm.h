@@ -81,7 +81,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   // Called on all ranks of this communicator. Ranks with one color get a child, ordered by key;
   // `child` was constructed for it, with its own rank and size, and this connects it. color
-  // kSplitNoColor: child is null. Needs Capability::kSplit. Enqueues of other threads wait
+  // kSplitNoColor: child is null. Needs ncclCommSplit. Enqueues of other threads wait
   // meanwhile. After a failure this communicator has failed, too: its ranks no longer agree.
   Status split(int color, int key, Comm* child, Deadline deadline, const Check& check);
 
@@ -119,7 +119,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Status registerWindow(void* memory, size_t bytes, int flags, Window** window);
   Status deregisterWindow(Window* window);
 
-  // NCCL's allocator: memory that can be registered. Needs Capability::kMemAlloc.
+  // NCCL's allocator: memory that can be registered. Needs ncclMemAlloc.
   static Status allocate(const Library& library, size_t bytes, void** memory);
   static Status free(const Library& library, void* memory);
 
@@ -148,7 +148,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Status late(const char* function, Deadline::Clock::time_point since) const;
   Status settle(const char* function, RawComm* comm, Deadline deadline, const Check& check);
   Status runApart(const char* function, Call call, Deadline deadline, const Check& check,
-                  std::function<void()> undo = {});
+                  const Slot& slot = {}, std::atomic<int>* left = nullptr);
   Config config() const;
   Status becomeReady(const Slot& slot, const char* function, Deadline deadline, const Check& check);
   Deadline issueDeadline() const;

@@ -72,27 +72,6 @@ std::string lastLinkerError() {
 
 }  // namespace
 
-std::string Library::describeCapabilities() const {
-  static constexpr std::pair<Capability, const char*> kNames[] = {
-      {Capability::kSplit, "split"},
-      {Capability::kMemAlloc, "mem_alloc"},
-      {Capability::kRegister, "register"},
-      {Capability::kFloat8, "float8"},
-      {Capability::kWindows, "windows"},
-      {Capability::kRevoke, "revoke"},
-      {Capability::kAllToAll, "all_to_all"},
-      {Capability::kGatherScatter, "gather_scatter"},
-      {Capability::kSeveralRanksPerGpu, "several_ranks_per_gpu"},
-  };
-  std::string text;
-  for (const auto& [capability, word] : kNames) {
-    if (!has(capability)) continue;
-    if (!text.empty()) text += ' ';
-    text += word;
-  }
-  return text;
-}
-
 Status Library::load(void* handle, const std::string& where, const Library** library) {
   auto* made = new Library;
   auto refuse = [made](Status why) {
@@ -133,22 +112,7 @@ Status Library::load(void* handle, const std::string& where, const Library** lib
         Status(Code::kUnsupported, made->describe() + " is incomplete: it has no " + missing));
   }
 
-  auto grant = [made](Capability capability, bool isThere) {
-    if (isThere) made->capabilities_ |= static_cast<uint32_t>(capability);
-  };
-  grant(Capability::kSplit, functions.commSplit != nullptr);
-  grant(Capability::kMemAlloc, functions.memAlloc != nullptr && functions.memFree != nullptr);
-  grant(Capability::kRegister,
-        functions.commRegister != nullptr && functions.commDeregister != nullptr);
-  grant(Capability::kFloat8, made->version_ >= versionCode(2, 24, 0));
-  grant(Capability::kWindows,
-        functions.commWindowRegister != nullptr && functions.commWindowDeregister != nullptr);
-  grant(Capability::kRevoke, functions.commRevoke != nullptr);
-  grant(Capability::kAllToAll, functions.alltoAll != nullptr);
-  grant(Capability::kGatherScatter, functions.gather != nullptr && functions.scatter != nullptr);
-  grant(Capability::kSeveralRanksPerGpu, made->version_ >= versionCode(2, 30, 3));
-
-  MYCOLL_LOG_INFO("%s: %s", made->describe().c_str(), made->describeCapabilities().c_str());
+  MYCOLL_LOG_INFO("%s", made->describe().c_str());
   *library = made;
   return {};
 }

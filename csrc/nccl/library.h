@@ -4,26 +4,12 @@
 // Lifetimes: a Library lives as long as the process, and so does the shared object behind it.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 #include "base/status.h"
 #include "nccl/abi.h"
 
 namespace mycoll::nccl {
-
-// Features that a version of NCCL may lack. Bits, so that a set of them is a number.
-enum class Capability : uint32_t {
-  kSplit = 1u << 0,                // ncclCommSplit, 2.18
-  kMemAlloc = 1u << 2,             // ncclMemAlloc, 2.19
-  kRegister = 1u << 3,             // ncclCommRegister, 2.19
-  kFloat8 = 1u << 4,               // reductions of float8, 2.24
-  kWindows = 1u << 5,              // ncclCommWindowRegister, 2.27
-  kRevoke = 1u << 7,               // ncclCommRevoke, 2.28.7
-  kAllToAll = 1u << 8,             // ncclAlltoAll, 2.28
-  kGatherScatter = 1u << 9,        // ncclGather and ncclScatter, 2.28
-  kSeveralRanksPerGpu = 1u << 10,  // NCCL_MULTI_RANK_GPU_ENABLE, 2.30.3
-};
 
 class Library {
  public:
@@ -53,23 +39,17 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   const Functions& functions() const { return functions_; }
-  bool has(Capability capability) const {
-    return (capabilities_ & static_cast<uint32_t>(capability)) != 0;
-  }
   int version() const { return version_; }                         // 22809
   const std::string& versionText() const { return versionText_; }  // "2.28.9"
   const std::string& path() const { return path_; }
   // "NCCL 2.28.9 (/path/libnccl.so.2)"
   std::string describe() const { return "NCCL " + versionText_ + " (" + path_ + ")"; }
-  // For logs: "split mem_alloc ..."
-  std::string describeCapabilities() const;
 
  private:
   Library() = default;
   static Status load(void* handle, const std::string& where, const Library** library);
 
   Functions functions_;
-  uint32_t capabilities_ = 0;
   int version_ = 0;
   std::string versionText_;
   std::string path_;

@@ -67,13 +67,13 @@ Connection::~Connection() {
 
 void Connection::dial() {
   assert(peer_.uid != local_.address.uid);
+  auto dial = std::make_unique<Dial>(local_, peer_, Dial::Joining{});  // may run out of memory
   moveTo(State::kDialing);
-  dial_ = std::make_unique<Dial>(local_, peer_, Dial::Joining{});
+  dial_ = std::move(dial);
 }
 
 void Connection::goOnDialing() {
-  if (!joining_.empty()) goOnJoining();
-  if (state_ != State::kDialing) return;
+  if (state_ != State::kDialing) return goOnJoining();
   dial_->goOn();
   if (dial_->state() == Dial::State::kFailed) {
     end(dial_->loss());
@@ -103,7 +103,7 @@ void Connection::goOnJoining() {
 
 // This side has made the connection, and so chooses the number of sockets.
 void Connection::joinMore() {
-  if (state_ != State::kOpen || isShm_) return;
+  if (state_ != State::kOpen || isShm()) return;
   int wanted = local_.options.flows;
   if (wanted == 0) {
     wanted = roundTripOf(sender_.fd()) >= kFarAway ? kFlowsFarAway : 1;
@@ -127,18 +127,6 @@ void Connection::join(Link link) {
   add(std::move(link));
 }
 
-// A group that the peer has left is notified first.
-void Connection::dialAgain() {
-  const auto again = [&](Dial& dial) REQUIRES(ioRole) {
-    if (!dial.isDue()) return;
-    const Dial::Left left = dial.left();
-    if (left.mailbox == nullptr || !left.mailbox->isPresent(left.rank)) return dial.again();
-    local_.raise(left.mailbox, RankLeft{left.rank});
-  };
-  for (auto& dial : joining_) again(*dial);
-  if (state_ == State::kDialing) again(*dial_);
-}
-
 void Connection::giveUpDialing() {
   moveTo(State::kIdle);
   dial_.reset();
@@ -151,15 +139,14 @@ void Connection::open(Link link) {
   moveTo(State::kOpen);
   dial_.reset();  // the peer may have connected first
   wasOpen_ = true;
-  isShm_ = link.isShm;
   id_ = link.id;
   MYCOLL_LOG_DEBUG("connected to %s over %s", peer_.describe().c_str(),
-                   isShm_ ? "shared memory" : "tcp");
+                   link.isShm ? "shared memory" : "tcp");
   add(std::move(link));
 }
 
 void Connection::add(Link link) {
-  sender_.add(std::move(link.sender), isShm_);
+  sender_.add(std::move(link.sender), link.isShm);
   receiver_.add(std::move(link.receiver));
   if (local_.asleep > 0) setAsleep(true);
   flush();
@@ -222,7 +209,7 @@ bool Connection::isDrained(bool isEnded) {
   if (!wasOpen_) return true;
   receiver_.lookAgain();
   if (drain(kToTheEnd)) lastByte_ = Deadline::Clock::now();
-  if (isShm_ || receiver_.isOver() || loss_.reason == LossReason::kSilent) return true;
+  if (isShm() || receiver_.isOver() || loss_.reason == LossReason::kSilent) return true;
   const std::chrono::milliseconds patience =
       isEnded ? kSilentHere : std::chrono::seconds(local_.options.networkSeconds);
   return Deadline::Clock::now() - lastByte_ > patience;
@@ -234,7 +221,7 @@ void Connection::finishSending() NO_THREAD_SAFETY_ANALYSIS {
   farewell.header.kind = FrameKind::kFarewell;
   sender_.enqueue(std::move(farewell));
   flush();
-  if (state_ == State::kOpen && !isShm_) sender_.shutDown();
+  if (state_ == State::kOpen && !isShm()) sender_.shutDown();
 }
 
 bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {

@@ -70,11 +70,8 @@ class Connection {
   // kIdle only.
   void dial() REQUIRES(ioRole);
   void goOnDialing() REQUIRES(ioRole);
-  // Starts the next attempt if it is due. If the last attempt found that the peer has left a group,
-  // raises RankLeft for that group first.
-  void dialAgain() REQUIRES(ioRole);
   // It is, or was, open, and uses shared memory.
-  bool isShm() const REQUIRES(ioRole) { return isShm_; }
+  bool isShm() const REQUIRES(ioRole) { return sender_.isShm(); }
   // No group is left that both processes are in.
   bool hasNoGroup() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
@@ -141,7 +138,6 @@ class Connection {
   State state_ GUARDED_BY(ioRole) = State::kIdle;
   Loss loss_ GUARDED_BY(ioRole);
   bool wasOpen_ GUARDED_BY(ioRole) = false;
-  bool isShm_ GUARDED_BY(ioRole) = false;
   uint64_t id_ GUARDED_BY(ioRole) = 0;             // of the first link (link.h)
   std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kDialing
   // kOpen: one for each further socket that is being made.

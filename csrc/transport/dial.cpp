@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -92,15 +93,28 @@ bool Dial::begin() {
   return true;
 }
 
+// Returns false if the group that the peer has left knows that, or there is none.
+bool Dial::raisesLeft() {
+  Mailbox* const mailbox =
+      outcome_ == Outcome::kGone ? local_.groups.find(hello_.context, hello_.source) : nullptr;
+  if (!mailbox || !mailbox->isPresent(hello_.destination)) return false;
+  local_.raise(mailbox, RankLeft{hello_.destination});
+  return true;
+}
+
 void Dial::goOn() {
-  if (state_ != State::kTrying) return;
-  Condition* condition = task_.waitingFor();
-  if (!task_.finished() && condition && condition->ready()) task_.resume();
-  if (task_.finished()) finish();
+  if (state_ == State::kTrying) {
+    Condition* condition = task_.waitingFor();
+    if (!task_.finished() && condition && condition->ready()) task_.resume();
+    if (task_.finished()) finish();
+  }
+  if (state_ != State::kWaiting || !nextAttempt_.expired() || raisesLeft()) return;
+  if (!begin()) moveTo(State::kNobody);
 }
 
 void Dial::finish() {
   const bool isMade = task_.result().ok();
+  if (detail::isOutOfMemory(task_.result())) throw std::bad_alloc();  // the peer is not at fault
   task_.reset();
   if (isToTryAgain()) {
     const bool isLater = outcome_ != Outcome::kGone;
@@ -121,15 +135,6 @@ void Dial::finish() {
     }
   }
   moveTo(isMade ? State::kMade : State::kFailed);
-}
-
-Dial::Left Dial::left() const {
-  if (outcome_ != Outcome::kGone) return {nullptr, -1};
-  return {local_.groups.find(hello_.context, hello_.source), hello_.destination};
-}
-
-void Dial::again() {
-  if (!begin()) moveTo(State::kNobody);
 }
 
 // The peer closed the socket before or during the handshake. After shared memory TCP is tried,
@@ -216,8 +221,9 @@ Task Dial::attempt() {
     const TcpAddress& entry = *each;
     Fd socket;
     Status status = startConnect(entry.address, entry.port, ownFor(entry), &socket);
+    if (!status.ok()) setAside(entry, status);
+    if (status.ok()) status = local_.sleeper.watch(socket.get());
     if (status.ok()) {
-      (void)local_.sleeper.watch(socket.get());
       Connected connected(socket.get(), Deadline::after(kConnectTime));
       co_await connected;
       if (connected.error() == ECONNRESET) {
@@ -230,8 +236,6 @@ Task Dial::attempt() {
         status = co_await shakeHands(std::move(socket), false);
       }
       if (status.ok() || isToTryAgain()) co_return status;
-    } else {
-      setAside(entry, status);
     }
     isGone &= status.code() == Code::kPeerLost;
     give(status);
@@ -250,7 +254,7 @@ Task Dial::attempt() {
 Task Dial::shakeHands(Fd socket, bool isShm) {
   const int fd = socket.get();
   const Deadline never = Deadline::never();
-  if (isShm) (void)local_.sleeper.watch(fd);
+  if (isShm) MYCOLL_CO_RETURN_IF_ERROR(local_.sleeper.watch(fd));
   hasProved_ = false;
   HandshakeSocket stream(fd, isShm ? nullptr : local_.options.tls, /*isConnector=*/true);
   hello_.isShm = isShm;

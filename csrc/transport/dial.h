@@ -53,20 +53,10 @@ class Dial {
   // Whether the peer may have made the connection already, as it knows that this side wants it.
   bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
 
-  // Continues an attempt if what it waits for has happened.
+  // Continues an attempt if what it waits for has happened, or begins the next one if it is due. If
+  // the latest attempt found that the peer has left a group, raises RankLeft for that group first:
+  // to be called after reading what other ranks report of that.
   void goOn() REQUIRES(ioRole);
-  // Whether the next attempt is due; again() begins it.
-  bool isDue() const REQUIRES(ioRole) {
-    return state_ == State::kWaiting && nextAttempt_.expired();
-  }
-  void again() REQUIRES(ioRole);
-  // A group that the peer has left, and its rank there.
-  struct Left {
-    Mailbox* mailbox;
-    int rank;
-  };
-  // The group that the peer has left, as the latest attempt found. No mailbox: none.
-  Left left() const REQUIRES(ioRole);
 
   // kMade.
   Link takeLink() REQUIRES(ioRole) { return std::move(link_); }
@@ -76,6 +66,7 @@ class Dial {
  private:
   void moveTo(State next) REQUIRES(ioRole);
   bool begin() REQUIRES(ioRole);
+  bool raisesLeft() REQUIRES(ioRole);
   void finish() REQUIRES(ioRole);
   Status hungUp(bool isShm) REQUIRES(ioRole);
   bool isToTryAgain() const REQUIRES(ioRole) { return outcome_ != Outcome::kAccepted; }

@@ -159,6 +159,11 @@ void Doorkeeper::letIn(Visitor& visitor) {
   if (visitor.entrant.link.sender) enter_(std::move(visitor.entrant));
 }
 
+void Doorkeeper::lookAgain() {
+  acceptAgain_ = Deadline::after(std::chrono::milliseconds(0));
+  for (auto& visitor : visitors_) visitor->hasNews = true;
+}
+
 void Doorkeeper::acceptAll() {
   acceptAgain_ = Deadline::never();
   if (unixListener_.isOpen()) acceptFrom(unixListener_.get(), true);

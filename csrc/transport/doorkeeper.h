@@ -47,6 +47,8 @@ class Doorkeeper {
   bool isBusy() const REQUIRES(ioRole) { return !visitors_.empty(); }
   // Whether connections could not be accepted, and will be later.
   bool isToLookAgain() const REQUIRES(ioRole) { return !acceptAgain_.isNever(); }
+  // Events may be lost: the next goOn() looks for new connections, and for news of the others.
+  void lookAgain() REQUIRES(ioRole);
   // Continues the handshakes.
   void goOn() REQUIRES(ioRole);
 
@@ -66,7 +68,7 @@ class Doorkeeper {
   Fd unixListener_;
   std::vector<Fd> tcpListeners_;
   std::vector<std::unique_ptr<Visitor>> visitors_ GUARDED_BY(ioRole);  // the oldest first
-  // When to accept again after descriptors were used up: listeners do not report twice.
+  // When to accept again after descriptors or memory were used up: listeners do not report twice.
   Deadline acceptAgain_ GUARDED_BY(ioRole);
 };
 

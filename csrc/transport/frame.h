@@ -13,7 +13,7 @@
 //   kProbe          the numbers and signatures of collectives that the sender has begun, the latest
 //                   last, to be compared
 //   kArrived        a collective in which a rank waits long, and the ranks known to be in it
-//   kQuestion, kAnswer, kDeadlock  why a rank is missing: engine/questions.h
+//   kQuestion, kAnswer, kDeadlock  why a rank is missing: engine/diagnosis.h
 //                   kArrived and kQuestion are repeated: of those with the same `tag`, the latest
 //                   contains everything that the others do
 //   kPut            a piece of a write to a window of the receiver: `tag` is the window, `offset`
@@ -65,6 +65,7 @@ enum class FrameKind : uint8_t {
   kFormed,
   kFarewell,
 };
+constexpr FrameKind kLastFrameKind = FrameKind::kFarewell;
 
 inline bool isForming(FrameKind kind) {
   return kind == FrameKind::kInvitation || kind == FrameKind::kJoined || kind == FrameKind::kFormed;
@@ -81,6 +82,7 @@ constexpr int kStepBits = 20;
 // Messages of different classes never match each other. kWindow: data put into a window, and
 // signals, which are empty messages; a signal without a receive is counted (mailbox.h).
 enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl, kWindow };
+constexpr MessageClass kLastMessageClass = MessageClass::kWindow;
 
 // Whether two calls may exchange a message. The receiver compares sizes of parts that only two
 // ranks know with its own (Mailbox::agrees()).

@@ -40,6 +40,14 @@ uint64_t mostPayload(FrameKind kind) {
   return comesInPieces(kind) ? ~uint64_t{0} : 0;
 }
 
+// Whether a process with this uid may send such a frame to the group. In an invitation nothing is
+// answered: the address of its sender may be unknown.
+bool mayCome(const Mailbox& mailbox, const FrameHeader& header, const std::string& uid) {
+  if (!mailbox.isOf(header.source, uid)) return false;
+  return !mailbox.group().isInvitation || header.kind == FrameKind::kInvitation ||
+         header.kind == FrameKind::kGoodbye;
+}
+
 void pass(Mailbox& mailbox, WholeFrame& frame) REQUIRES(ioRole) {
   const FrameHeader& header = frame.header;
   if (isControlFrame(header.kind)) return mailbox.onControl(header, frame.payload);
@@ -157,7 +165,9 @@ void FrameReceiver::end(Lane& lane, LossReason reason) {
 
 bool FrameReceiver::isSound(const Lane& lane) const {
   const FrameHeader& header = lane.header;
-  if (header.magic != FrameHeader::kMagic || header.payloadBytes > mostPayload(header.kind)) {
+  if (header.magic != FrameHeader::kMagic || header.kind < FrameKind::kEager ||
+      header.kind > kLastFrameKind || header.messageClass > kLastMessageClass ||
+      header.payloadBytes > mostPayload(header.kind)) {
     return false;
   }
   if (header.hasDescriptor && header.kind != FrameKind::kEager &&
@@ -198,7 +208,7 @@ bool FrameReceiver::beginFrame(Lane& lane) {
   if (header.isBeginning()) begun_ = header.number;
   Mailbox* const mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) return beginWithoutGroup(lane), true;
-  if (!mailbox->isOf(header.source, connection_.peer().uid)) {
+  if (!mayCome(*mailbox, header, connection_.peer().uid)) {
     return connection_.breakOff({LossReason::kNotItsName, ""}), false;
   }
   if (isPassedWhole(header.kind)) {
@@ -248,7 +258,7 @@ void FrameReceiver::endFrame(Lane& lane) {
 }
 
 bool FrameReceiver::deliver(Mailbox& mailbox, WholeFrame& frame) {
-  if (!mailbox.isOf(frame.header.source, frame.uid)) return false;
+  if (!mayCome(mailbox, frame.header, frame.uid)) return false;
   pass(mailbox, frame);
   return true;
 }

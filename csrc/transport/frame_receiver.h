@@ -9,10 +9,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/fd.h"
 #include "transport/frame.h"
@@ -56,8 +56,7 @@ class FrameReceiver {
   }
   void close() REQUIRES(ioRole) { lanes_.clear(); }
 
-  // Passes on a frame that was kept. Returns false if it names a rank of another process as its
-  // source.
+  // Passes on a frame that was kept. Returns false if its process may not send it: see mayCome().
   static bool deliver(Mailbox& mailbox, WholeFrame& frame) REQUIRES(ioRole);
 
  private:
@@ -89,8 +88,7 @@ class FrameReceiver {
 
   Local& local_;
   Connection& connection_;
-  // Lanes are added even while others are read, but not removed.
-  std::deque<Lane> lanes_ GUARDED_BY(ioRole);
+  std::vector<Lane> lanes_ GUARDED_BY(ioRole);
   // The number of messages whose beginning was received, and of whole pieces that were received on
   // other sockets than the first.
   uint64_t begun_ GUARDED_BY(ioRole) = 0;

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <new>
 
 #include "transport/mailbox.h"
 
@@ -174,7 +175,8 @@ void FrameSender::onSent(Lane& lane) {
   request->mailbox_->finish(*request, Status());
 }
 
-void FrameSender::forget(Transfer* request) {
+bool FrameSender::forget(Transfer* request) {
+  bool isKept = true;
   std::erase_if(queue_, [&](const OutItem& item) { return item.request == request; });
   for (Lane& lane : lanes_) {
     OutItem& item = lane.item;
@@ -184,9 +186,14 @@ void FrameSender::forget(Transfer* request) {
       lane.isSending = false;
       if (item.header.isBeginning()) --begun_;  // the latest: only the first socket sends them
     } else if (item.payload) {
-      item.owned.assign(item.payload, item.header.payloadBytes);
+      try {
+        item.owned.assign(item.payload, item.header.payloadBytes);
+      } catch (const std::bad_alloc&) {
+        isKept = false;
+      }
     }
   }
+  return isKept;
 }
 
 void FrameSender::shutDown() const {

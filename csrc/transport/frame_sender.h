@@ -44,6 +44,8 @@ class FrameSender {
   FrameSender(Local& local, const PeerAddress& peer) : local_(local), peer_(peer) {}
   ~FrameSender() { close(); }
 
+  // Whether it has, or had, a ring.
+  bool isShm() const REQUIRES(ioRole) { return isShm_; }
   // Adds the ring, or a socket.
   void add(std::unique_ptr<LinkSender> link, bool isShm) REQUIRES(ioRole);
   size_t sockets() const REQUIRES(ioRole) { return lanes_.size(); }
@@ -66,8 +68,8 @@ class FrameSender {
   }
   // Drops frames of this request that have not begun to be sent. A frame that has begun is
   // completed with its original content, since the receiver may use it before it learns of a
-  // failure.
-  void forget(Transfer* request) REQUIRES(ioRole);
+  // failure. Returns false if there is no memory to keep that: then nothing more may be sent.
+  [[nodiscard]] bool forget(Transfer* request) REQUIRES(ioRole);
 
   // Sends up to about this many bytes on each socket. Returns true if any were sent. *hasFailed: a
   // socket is broken, and errno holds the error.

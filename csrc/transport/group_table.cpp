@@ -21,7 +21,6 @@ bool isRepeated(const FrameHeader& header) {
 
 std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
-  spare_.emplace_back();
   mailboxes_[{group.context, group.rank}] = mailbox;
   byAge_.push_back(mailbox);
   std::vector<const PeerAddress*> added;
@@ -36,17 +35,12 @@ void GroupTable::remove(Mailbox* mailbox) {
   const Key key{group.context, group.rank};
   if (group.isInvitation) {
     mailboxes_.erase(key);
-    spare_.pop_front();
   } else {
     mailboxes_.find(key)->second = nullptr;
-    left_.splice(left_.end(), spare_, spare_.begin());
-    left_.back() = key;
-  }
-  if (left_.size() > kMostLeft) {
-    const auto oldest = mailboxes_.find(left_.front());
+    const auto oldest = mailboxes_.find(std::exchange(left_[oldestLeft_], key));
+    oldestLeft_ = (oldestLeft_ + 1) % kMostLeft;
     // The group may have been made again.
     if (oldest != mailboxes_.end() && oldest->second == nullptr) mailboxes_.erase(oldest);
-    left_.pop_front();
   }
   std::erase(byAge_, mailbox);
   // A peer that makes its groups again has another uid each time, so entries must not accumulate.
@@ -76,14 +70,19 @@ std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {
   return common;
 }
 
+void GroupTable::overflow(const Key& group) {
+  // Limits the set: no job makes so many groups at a time.
+  if (overflown_.size() >= kMostOverflown) overflown_.erase(overflown_.begin());
+  overflown_.insert(group);
+}
+
 bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
   const Key group{context, rank};
+  if (bytes + kFrameOverhead > kMaxEarlyBytes) return overflow(group), false;
   while (earlyBytes_ + bytes + kFrameOverhead > kMaxEarlyBytes) {
     const FrameHeader& oldest = early_.front().header;
     const Key victim{oldest.context, oldest.destination};
-    // Limits the set: no job makes so many groups at a time.
-    if (overflown_.size() >= kMostOverflown) overflown_.erase(overflown_.begin());
-    overflown_.insert(victim);
+    overflow(victim);
     if (victim == group) return false;
     std::erase_if(early_, [&](const WholeFrame& frame) REQUIRES(ioRole) {
       if (Key{frame.header.context, frame.header.destination} != victim) return false;

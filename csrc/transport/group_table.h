@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <map>
 #include <set>
 #include <string>
@@ -68,9 +67,13 @@ class GroupTable {
  private:
   using Key = std::pair<uint64_t, int>;  // context and rank
 
+  // Frames of this group are dropped.
+  void overflow(const Key& group) REQUIRES(ioRole);
+
   std::map<Key, Mailbox*> mailboxes_ GUARDED_BY(ioRole);  // null: this process has left it
-  std::list<Key> left_ GUARDED_BY(ioRole);                // the left ones, oldest first
-  std::list<Key> spare_ GUARDED_BY(ioRole);         // nodes for left_, one per group in byAge_
+  // The latest ones that were left: a ring, and the place of the oldest. -1: no such group.
+  std::vector<Key> left_ GUARDED_BY(ioRole) = std::vector<Key>(kMostLeft, Key{0, -1});
+  size_t oldestLeft_ GUARDED_BY(ioRole) = 0;
   std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);  // not left, the oldest first
   // By uid: the number of groups that the process is in.
   std::unordered_map<std::string, int> memberships_ GUARDED_BY(ioRole);

@@ -14,6 +14,9 @@ namespace {
 // The approximate memory of a buffered message beside its payload.
 constexpr size_t kBufferedOverhead = 256;
 
+// Made at program start: a request is cancelled also if there is no memory. Never destroyed.
+const Status& kCancelled = *new Status(Code::kAborted, "cancelled");
+
 // Whether a failure from this collective on ends such a message. ~0: there is no failure.
 bool endsWith(uint64_t from, MessageClass messageClass, uint64_t tag) {
   switch (messageClass) {
@@ -94,16 +97,6 @@ FrameHeader Mailbox::header(FrameKind kind, const Transfer& request) const {
   return result;
 }
 
-bool Mailbox::checkRank(Transfer& request, int rank, const char* what) {
-  if (rank >= 0 && rank < ranks()) return true;
-  request.status_ =
-      Status(Code::kInvalidArgument, std::string(what) + " rank " + std::to_string(rank) +
-                                         " is out of range in group '" + group_.name + "' of " +
-                                         std::to_string(ranks()));
-  request.done_.store(true, std::memory_order_release);
-  return false;
-}
-
 void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data) {
   assert(!request.isPosted_);
@@ -148,7 +141,7 @@ void Mailbox::finish(Transfer& request, Status status) {
 
 void Mailbox::send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data, std::shared_ptr<const Segment> attached) {
-  if (!checkRank(request, destination, "destination")) return;
+  assert(destination >= 0 && destination < ranks());
   IoLock lock(ioMutex());
   request.attached_ = std::move(attached);
   if (!postSend(request, destination, messageClass, tag, signature, data)) return;
@@ -339,7 +332,7 @@ void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
 
 void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
                       const Signature& signature, Span data) {
-  if (source != kFromAnyone && !checkRank(request, source, "source")) return;
+  assert(source == kFromAnyone || (source >= 0 && source < ranks()));
   IoLock lock(ioMutex());
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;
@@ -455,7 +448,7 @@ void Mailbox::onRead(Transfer& request, const FrameHeader& came, bool isValid) {
 
 void Mailbox::cancel(Transfer& request) {
   IoLock lock(ioMutex());
-  if (request.isPosted_) abandon(request, Status(Code::kAborted, "cancelled"));
+  if (request.isPosted_) abandon(request, kCancelled);
 }
 
 int Mailbox::presentRank(const std::string& uid) const {

@@ -181,7 +181,6 @@ class Mailbox {
   void onRead(Transfer& request, const FrameHeader& header, bool isValid) REQUIRES(ioRole);
 
  private:
-  bool checkRank(Transfer& request, int rank, const char* what);
   // Not ok: a message of this class and tag ends with this status, as the group has failed.
   Status failureOf(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   // Not ok: a request that needs the rank, or any rank, ends with this status.

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <chrono>
 #include <new>
 #include <utility>
@@ -107,6 +108,8 @@ void Mesh::giveUp() {
                                                           " is out of memory")});
   }
   handleEvents();
+  doorkeeper_.lookAgain();
+  local_.sleeper.watchAgain(local_.bell.fd());
   hasRunOut_ = false;
 }
 
@@ -127,7 +130,6 @@ void Mesh::onReady(const epoll_event* events, int count) {
     IoLock lock(io_);
     moved = turn([&]() REQUIRES(ioRole) {
       for (int i = 0; i < count; ++i) onEvent(events[i]);
-      goOnWithHandshakes();
       return moveBytes();
     });
     finished = takeDelivered();
@@ -202,7 +204,6 @@ bool Mesh::lookAndMove(bool* inHost, bool polls) {
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
   const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
   if (polls || shakesHands || ++pollCount_ % rarity == 0) pollEvents();
-  if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
   return moveBytes(inHost);
 }
 
@@ -214,7 +215,16 @@ void Mesh::setAsleep(bool asleep) {
 }
 
 void Mesh::goOnWithHandshakes() {
-  for (auto& connection : connections_) connection->goOnDialing();
+  std::vector<Connection*> unneeded;
+  for (auto& connection : connections_) {
+    connection->goOnDialing();
+    if (connection->hasNoGroup()) unneeded.push_back(connection.get());
+  }
+  // The other side has left all groups that both were in.
+  for (Connection* connection : unneeded) {
+    connection->giveUpDialing();
+    erase(*connection);
+  }
   doorkeeper_.goOn();
 }
 
@@ -224,15 +234,21 @@ bool Mesh::moveBytes(bool* inHost) {
     moved |= hasMoved;
     if (hasMoved && inHost) *inHost |= connection.isShm();
   };
-  for (auto& connection : connections_) {
-    if (connection->receiver().maybeReadable()) note(*connection, connection->drain());
+  const auto drain = [&]() REQUIRES(ioRole) {
+    for (auto& connection : connections_) {
+      if (connection->receiver().maybeReadable()) note(*connection, connection->drain());
+    }
+  };
+  drain();  // before a dial finds that its peer has left: other ranks may report why
+  if (local_.dialing > 0 || doorkeeper_.isBusy() || doorkeeper_.isToLookAgain()) {
+    goOnWithHandshakes();
+    drain();  // no event reports what arrived with a handshake
   }
   if (sharedReads_.read(Connection::kTurnBytes)) {
     moved = true;
     if (inHost) *inHost = true;
   }
   for (auto& connection : connections_) note(*connection, connection->flush());
-  if (local_.dialing > 0) dialAgain();
   loseEnding();
   return moved;
 }
@@ -245,6 +261,7 @@ Connection* Mesh::find(const std::string& uid) const {
 }
 
 Connection& Mesh::connectionWith(const PeerAddress& peer) {
+  assert(!peer.uid.empty());
   Connection*& connection = byUid_[peer.uid];
   if (!connection) {
     connections_.push_back(std::make_unique<Connection>(local_, peer));
@@ -285,7 +302,9 @@ Connection& Mesh::linkTo(const PeerAddress& peer) {
 bool Mesh::hasLinkTo(const PeerAddress& peer) const { return find(peer.uid) != nullptr; }
 
 void Mesh::forget(Transfer* request) {
-  for (auto& connection : connections_) connection->sender().forget(request);
+  for (auto& connection : connections_) {
+    if (!connection->sender().forget(request)) connection->breakOff({LossReason::kNoMemory, ""});
+  }
   discard([&](const FrameTarget& target) { return target.request == request; });
 }
 
@@ -324,19 +343,6 @@ Outcome Mesh::admit(const Doorkeeper::Entrant& entrant) const {
     case Connection::State::kLost: return Outcome::kRefused;
   }
   return Outcome::kAccepted;
-}
-
-void Mesh::dialAgain() {
-  std::vector<Connection*> unneeded;
-  for (auto& connection : connections_) {
-    connection->dialAgain();
-    if (connection->hasNoGroup()) unneeded.push_back(connection.get());
-  }
-  // The other side has left all groups that both were in.
-  for (Connection* connection : unneeded) {
-    connection->giveUpDialing();
-    erase(*connection);
-  }
 }
 
 // ---- losses ------------------------------------------------------------------------------------
@@ -380,10 +386,6 @@ bool Mesh::isVisible(const PeerAddress& peer) {
   return watch_.isVisible(peer.uid);
 }
 
-ProcessLife Mesh::lookAt(const PeerAddress& peer) {
-  return isVisible(peer) ? lookAtProcess(peer.pid, peer.startTicks) : ProcessLife::kGone;
-}
-
 bool Mesh::hasLost(const PeerAddress& peer) {
   IoLock lock(io_);
   const Connection* connection = find(peer.uid);
@@ -403,9 +405,11 @@ void Mesh::checkProcesses() {
   for (const ProcessWatch::Seen& each : seen) {
     if (isLiving(lookAtProcess(each.pid, each.startTicks))) continue;
     IoLock lock(io_);
-    if (!watch_.hasEnded(each.uid)) continue;
-    isAnyLost = true;
-    processEnded(each.uid);
+    isAnyLost |= turn([&]() REQUIRES(ioRole) {
+      const bool hasEnded = watch_.hasEnded(each.uid);
+      if (hasEnded) processEnded(each.uid);
+      return hasEnded;
+    });
   }
   if (!isAnyLost) return;
   progress();  // notifies other ranks immediately

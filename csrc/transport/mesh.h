@@ -40,7 +40,6 @@ class Mesh {
   const MeshOptions& options() const { return local_.options; }
   Sleeper& sleeper() { return local_.sleeper; }
   Bell bellOf(const PeerAddress& peer) const { return local_.bellOf(peer); }
-  // Whether to try shared memory with this peer. Both sides decide alike.
   bool isLocal(const PeerAddress& peer) const { return local_.isOnThisHost(peer); }
 
   // One turn: moves what can be moved without blocking, then passes the groups their events.
@@ -53,10 +52,7 @@ class Mesh {
   // Called before and after sleep(): while a thread is asleep, peers ring.
   void setAsleep(bool asleep);
 
-  // The visible state of a peer's process. Also kGone if it was never visible: it is on another
-  // host, or in another pid namespace.
-  ProcessLife lookAt(const PeerAddress& peer);
-  // Whether its process is visible at all.
+  // Whether the peer's process is visible: not on another host or in another pid namespace.
   bool isVisible(const PeerAddress& peer);
   // Whether it is lost, for any reason.
   bool hasLost(const PeerAddress& peer);
@@ -108,7 +104,6 @@ class Mesh {
   void pollEvents() REQUIRES(ioRole);
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
-  void dialAgain() REQUIRES(ioRole);
   Outcome admit(const Doorkeeper::Entrant& entrant) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -364,11 +365,8 @@ TEST(Base, fdOwns) {
     moved = Fd(ends[1]);
     EXPECT(!isOpen(ends[0]));
     EXPECT(isOpen(ends[1]));
-    const int released = moved.release();
-    EXPECT(!moved);
-    moved.reset(released);
-    moved.reset(released);
-    EXPECT(isOpen(released));
+    moved.reset(moved.get());
+    EXPECT(isOpen(ends[1]));
   }
   EXPECT(!isOpen(ends[1]));
 }
@@ -427,6 +425,29 @@ TEST(Base, aProcessIsSeenToEnd) {
   EXPECT(becomes(ProcessLife::kEnding));  // nobody has waited for it
   ::waitpid(child, nullptr, 0);
   EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kGone);
+}
+
+// With pthread_exit() in main(), a process goes on in its other threads.
+TEST(Base, aProcessOutlivesItsFirstThread) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::thread([] {
+      for (;;) ::pause();
+    }).detach();
+    ::syscall(SYS_exit, 0);  // of this thread only
+  }
+  const uint64_t started = processStartTicks(child);
+  std::string stat;
+  for (int i = 0; i < 2000 && !contains(stat, ") Z "); ++i) {
+    ::usleep(1000);
+    stat = contents("/proc/" + std::to_string(child) + "/stat");
+  }
+  EXPECT(contains(stat, ") Z "));
+  EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kAlive);
+  ::kill(child, SIGKILL);
+  for (int i = 0; i < 2000 && isLiving(lookAtProcess(child, started)); ++i) ::usleep(1000);
+  EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kEnding);
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST(Base, textFromOthersIsSanitised) {

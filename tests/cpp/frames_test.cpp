@@ -281,6 +281,16 @@ TEST(Frames, whatComesBeforeItsGroupIsBounded) {
   });
 }
 
+// There is nothing to drop in its favour.
+TEST(Frames, aFrameThatIsTooLargeIsNotKept) {
+  GroupTable table;
+  EXPECT(table.makeRoom(kGroup + 1, 0, 10));
+  EXPECT(!table.makeRoom(kGroup, 0, kMaxInvitationBytes));
+  bool isComplete = true;
+  (void)table.takeEarly(kGroup, 0, &isComplete);
+  EXPECT(!isComplete);
+}
+
 // A receiver that has made the group, and has nothing to send in it.
 TEST(Frames, aSenderGoesOnWhenItsReceiverIsThere) {
   Meshes world(2, TransportChoice::kAuto);

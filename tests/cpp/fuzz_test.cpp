@@ -47,7 +47,7 @@ std::string nonsense(std::mt19937& random) {
   const unsigned frames = 1 + random() % 6;
   for (unsigned i = 0; i < frames; ++i) {
     FrameHeader header;
-    header.kind = static_cast<FrameKind>(1 + random() % 17);
+    header.kind = static_cast<FrameKind>(random() % 22);
     header.messageClass = static_cast<MessageClass>(random() % 5);
     header.source = 0;
     header.destination = 1;
@@ -488,6 +488,83 @@ TEST(Fuzz, framesOfNonsense) {
     // By all sockets the same.
     say(input.bytes, TransportChoice::kTcp, false, 3);
   });
+}
+
+// The address of an invitation's sender may be unknown, so that nothing can answer it.
+TEST(Fuzz, onlyInvitationsComeToAReception) {
+  struct Handler final : EventHandler {
+    void handle(const Event& event) override REQUIRES(ioRole) {
+      const auto* const lost = std::get_if<PeerLost>(&event);
+      hasAnswered |= lost && lost->uid.empty();  // the answer found no address
+    }
+    bool hasAnswered = false;
+  } handler;
+  for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+    for (int kind = 0; kind <= static_cast<int>(kLastFrameKind) + 1; ++kind) {
+      FrameHeader frame;
+      frame.kind = static_cast<FrameKind>(kind);
+      frame.source = 0;
+      frame.destination = 1;
+      frame.context = kContext;
+      frame.tag = 7;
+      const std::string bytes(reinterpret_cast<const char*>(&frame), sizeof(frame));
+      const auto tongue = std::make_shared<Tongue>(bytes);
+      std::shared_ptr<Mesh> meshes[2];
+      std::unique_ptr<Mailbox> mailboxes[2];
+      for (int rank = 0; rank < 2; ++rank) {
+        MeshOptions options;
+        options.transport = transport;
+        options.storeHost = "127.0.0.1";
+        if (rank == 1) options.tap = tongue;
+        ASSERT_OK(Mesh::create(options, &meshes[rank]));
+      }
+      for (int rank = 0; rank < 2; ++rank) {
+        GroupAddress group;
+        group.isInvitation = true;
+        group.context = kContext;
+        group.name = "invitation";
+        group.secret = std::string(32, 's');
+        group.rank = rank;
+        group.peers = {rank == 0 ? meshes[0]->address() : PeerAddress(), meshes[1]->address()};
+        mailboxes[rank] = std::make_unique<Mailbox>(meshes[rank], group, &handler);
+        mailboxes[rank]->open();
+      }
+      mailboxes[0]->notify(1, FrameKind::kInvitation, "");
+      const Deadline deadline = Deadline::after(std::chrono::seconds(60));
+      for (int quiet = 0; quiet < 20 && !deadline.expired();) {
+        const bool moved = meshes[0]->progress() | meshes[1]->progress();
+        quiet = moved || !tongue->isUsed ? 0 : quiet + 1;
+      }
+      EXPECT(tongue->isUsed);
+      EXPECT(!handler.hasAnswered);
+    }
+  }
+}
+
+TEST(Fuzz, noMessageIsReceivedByAFrameOfAnUnknownKind) {
+  for (const int kind : {0, static_cast<int>(kLastFrameKind) + 1, 255}) {
+    FrameHeader frame;
+    frame.kind = static_cast<FrameKind>(kind);
+    frame.messageClass = MessageClass::kPointToPoint;
+    frame.destination = 1;
+    frame.context = kContext;
+    frame.tag = 7;
+    frame.signature = message();
+    frame.messageBytes = kBytes;
+    Pair pair(TransportChoice::kTcp, 1,
+              std::make_shared<Tongue>(
+                  std::string(reinterpret_cast<const char*>(&frame), sizeof(frame))));
+    char word[kBytes] = {};
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, MessageClass::kPointToPoint, 7, message(),
+                               {word, kBytes});
+    pair.mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
+    const Deadline deadline = Deadline::after(std::chrono::seconds(60));
+    while (!receiving.isDone() && !deadline.expired()) {
+      for (auto& mesh : pair.meshes) mesh->progress();
+    }
+    EXPECT(receiving.isDone() && receiving.status().code() == Code::kPeerLost);
+  }
 }
 
 TEST(Fuzz, offersOfNonsense) { test::forInputs("offers", 100, offersOfNonsense, offer); }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "meshes.h"
 #include "test.h"
 #include "world.h"
 
@@ -32,7 +33,11 @@ bool isEngineThread() {
   return isKnown;
 }
 
+// Every allocation of a thread that says that it is short of memory fails.
+std::atomic<bool> doAllFail{false};
+
 void* allocate(std::size_t bytes) {
+  if (doAllFail.load(std::memory_order_relaxed) && lacksMemory) throw std::bad_alloc();
   const bool isCounted = failing.load(std::memory_order_relaxed) > 0 &&
                          bytes >= leastBytes.load(std::memory_order_relaxed) &&
                          (doesAnyLack.load() ? lacksMemory : isEngineThread());
@@ -135,6 +140,33 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
     if (bytes < kNoSuchList) continue;  // of those there is no end
     EXPECT(isOver);
     EXPECT(failed > 0);
+  }
+}
+
+// Also those of which a part has been sent: the rest cannot be kept, and so not be sent.
+TEST(Memory, messagesAreCancelledWithoutAny) {
+  constexpr uint64_t kGroup = 42;
+  for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+    Meshes world(2, transport);
+    for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+    ASSERT(world.talk(0, 1, kGroup, 0, 1));
+    ASSERT(world.talk(1, 0, kGroup, 1, 0));
+    {
+      std::vector<char> data(60'000);
+      std::vector<Transfer> sending(1000);
+      for (Transfer& each : sending) {
+        world.at(0, kGroup).mailbox->send(each, 1, MessageClass::kPointToPoint, 5,
+                                          Meshes::word(data.size()), {data.data(), data.size()});
+        if (!each.isDone()) break;
+      }
+      EXPECT(!sending.back().isDone());
+      lacksMemory = true;
+      doAllFail = true;
+    }
+    doAllFail = false;
+    lacksMemory = false;
+    EXPECT(world.turnUntil([&] { return !world.at(0, kGroup).listener.failure().ok(); }));
+    EXPECT(world.turnUntil([&] { return !world.at(1, kGroup).listener.failure().ok(); }));
   }
 }
 

@@ -38,6 +38,15 @@ void inChild(const std::function<std::string()>& body) {
   EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
+std::string optionalFunctions(const Library& library) {
+  std::string names;
+#define ADD(member, symbol, result, parameters) \
+  if (library.functions().member != nullptr) names += #member " ";
+  MYCOLL_NCCL_OPTIONAL(ADD)
+#undef ADD
+  return names;
+}
+
 std::string refused(const std::string& wheel, Code code, const std::string& words) {
   const Library* library = nullptr;
   const Status status = Library::get(wheel, &library);
@@ -146,18 +155,17 @@ TEST(NcclLibrary, knowsWhatItLacks) {
     setenv("STANDIN_NCCL", "version=21801", 1);
     const Library* library = nullptr;
     if (!Library::open(kRequired, &library).ok()) return std::string("not opened");
-    const std::string text = library->describeCapabilities();
-    return text.empty() ? text : "it claims " + text;
+    return optionalFunctions(*library);
   });
   inChild([] {
     setenv("STANDIN_NCCL", "version=23004", 1);
     const Library* library = nullptr;
     if (!Library::open(kFull, &library).ok()) return std::string("not opened");
     if (library->versionText() != "2.30.4") return library->versionText();
-    const std::string text = library->describeCapabilities();
+    const std::string text = optionalFunctions(*library);
     const std::string all =
-        "split mem_alloc register float8 windows revoke all_to_all "
-        "gather_scatter several_ranks_per_gpu";
+        "commSplit memAlloc memFree commRegister commDeregister commWindowRegister "
+        "commWindowDeregister commRevoke alltoAll gather scatter ";
     return text == all ? "" : text;
   });
 }
@@ -168,7 +176,7 @@ TEST(NcclLibrary, opensARealOne) {
   if (file == nullptr) SKIP("NCCL_TEST_LIBRARY names no library");
   const Library* library = nullptr;
   ASSERT_OK(Library::open(file, &library));
-  std::printf("%s: %s\n", library->describe().c_str(), library->describeCapabilities().c_str());
+  std::printf("%s: %s\n", library->describe().c_str(), optionalFunctions(*library).c_str());
   UniqueId id;
   const Result made = library->functions().getUniqueId(&id);
   EXPECT(library->functions().getErrorString(made) != nullptr);

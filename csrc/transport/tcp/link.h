@@ -4,8 +4,8 @@
 // still holds unread bytes when it is closed: then TCP resets the connection, and drops what the
 // other side has not acknowledged yet. So a process that ends cleanly first reports that it sends
 // nothing more, reads what still arrives, and waits a moment for the acknowledgement
-// (Connection::sayNoMore()). A process that is killed does not: its last bytes may be lost, as they
-// may be lost with its host.
+// (Connection::finishSending()). A process that is killed does not: its last bytes may be lost, as
+// they may be lost with its host.
 #pragma once
 
 #include <chrono>

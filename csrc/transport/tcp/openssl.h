@@ -30,7 +30,7 @@ constexpr int kTls13 = 0x0304;
 constexpr int kSetMinVersion = 123, kSetMaxVersion = 124, kSetReadAhead = 41;
 constexpr int kPem = 1;
 constexpr int kVerifyPeer = 1, kFailIfNoPeerCertificate = 2;
-constexpr int kErrorWantRead = 2, kErrorWantWrite = 3;
+constexpr int kErrorWantRead = 2;
 constexpr int kKeyUpdateNotRequested = 0;
 constexpr int kBioFlush = 11;
 constexpr int kBioRetryRead = 1 | 8, kBioRetryFlags = 15;

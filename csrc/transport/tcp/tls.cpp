@@ -102,9 +102,8 @@ Status Tls::make(const std::string& secret, std::shared_ptr<const Tls>* result,
   std::shared_ptr<Tls> tls(new Tls);
   tls->recordsPerKey_ = recordsPerKey;
   MYCOLL_RETURN_IF_ERROR(tls->begin(isAesFirst));
-  const Digest key = hmacSha256(secret, kIdentity);
   static_assert(std::tuple_size_v<Digest> == kKeyBytes);
-  tls->key_.assign(reinterpret_cast<const char*>(key.data()), key.size());
+  tls->key_ = asText(hmacSha256(secret, kIdentity));
   tls->library_->SSL_CTX_set_psk_client_callback(tls->context_, &clientKey);
   tls->library_->SSL_CTX_set_psk_server_callback(tls->context_, &serverKey);
   *result = std::move(tls);

@@ -283,6 +283,8 @@ TEST(Frames, whatComesBeforeItsGroupIsBounded) {
 
 // There is nothing to drop in its favour.
 TEST(Frames, aFrameThatIsTooLargeIsNotKept) {
+  IoMutex mutex;
+  const IoLock lock(mutex);
   GroupTable table;
   EXPECT(table.makeRoom(kGroup + 1, 0, 10));
   EXPECT(!table.makeRoom(kGroup, 0, kMaxInvitationBytes));

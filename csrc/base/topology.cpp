@@ -108,8 +108,8 @@ ThreadStat readStat(pid_t pid, pid_t thread) {
   return result;
 }
 
-// Whether a process whose first thread has ended goes on: pthread_exit() in main() leaves the other
-// threads. True if it cannot be found out.
+// Whether a process continues whose first thread has ended: pthread_exit() in main() leaves the
+// other threads. True if it cannot be found out.
 bool hasOtherThreads(pid_t pid) {
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/%d/task", static_cast<int>(pid));

@@ -622,7 +622,7 @@ Status Root::handleReport(const Round::Report& report) {
   if (report.kind == Kind::kLate) {
     return tooLate(report.rank, sanitized(report.why.message()), missing());
   }
-  if (report.kind == Kind::kDistrusted) {
+  if (report.kind == Kind::kUnauthenticated) {
     return error(Code::kInvalidArgument,
                  report.why.message() + ": MYCOLL_SECRET_FILE must be the same everywhere");
   }

@@ -1,5 +1,5 @@
-// What ranks know of each other before they are in a group. A rank publishes a Handle of itself in
-// the rendezvous store; a Roster lists the ranks of a group that is being made.
+// The knowledge that ranks have of each other before they are in a group. A rank publishes a Handle
+// of itself in the rendezvous store; a Roster lists the ranks of a group that is being made.
 //
 // Plain values. Decoding checks the form of what other processes wrote, and trusts nothing else.
 #pragma once
@@ -15,11 +15,11 @@ namespace mycoll {
 
 struct Handle {
   static Status freshNonce(std::string* nonce);
-  // What must be the same on all ranks: the versions of mycoll and of its protocol, and environment
-  // variables that are set: "mycoll 0.1.0/6 MYCOLL_PARTIALS=rounded".
+  // The settings that must be equal on all ranks: the versions of mycoll and of its protocol, and
+  // environment variables that are set: "mycoll 0.1.0/6 MYCOLL_PARTIALS=rounded".
   static std::string settingsHere();
 
-  std::string nonce;  // identifies this handle, and authenticates those who invite its rank
+  std::string nonce;  // identifies this handle, and authenticates the ranks that invite it
   int rank = 0;
   int ranks = 0;
   std::string settings;

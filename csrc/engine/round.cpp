@@ -30,7 +30,7 @@ bool decode(const std::string& payload, int ranks, Round::Report* report) {
   ReportHead head;
   if (payload.size() < sizeof(head)) return false;
   std::memcpy(&head, payload.data(), sizeof(head));
-  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kDistrusted) return false;
+  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kUnauthenticated) return false;
   report->rank = head.rank;
   report->kind = static_cast<Round::Report::Kind>(head.kind);
   report->why = statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)));
@@ -41,7 +41,7 @@ Round::Report::Kind kindOf(LossReason reason) {
   switch (reason) {
     case LossReason::kNotListening: return Round::Report::kNotListening;
     case LossReason::kUnreachable: return Round::Report::kUnreachable;
-    case LossReason::kDistrusted: return Round::Report::kDistrusted;
+    case LossReason::kUnauthenticated: return Round::Report::kUnauthenticated;
     case LossReason::kLeft: return Round::Report::kNoReception;
     default: return Round::Report::kEnded;
   }

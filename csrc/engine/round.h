@@ -32,7 +32,7 @@ namespace mycoll {
 
 class Round final : public EventHandler {
  public:
-  // What rank 0 learns about a rank.
+  // Information about a rank that reaches rank 0.
   struct Report {
     enum Kind : uint32_t {
       kGaveUp,       // why: in its own words
@@ -41,7 +41,7 @@ class Round final : public EventHandler {
       kNoReception,  // its process has no such reception: the handle is of an earlier time
       kNotListening,
       kUnreachable,
-      kDistrusted,
+      kUnauthenticated,
     };
     int rank = -1;
     Kind kind = kGaveUp;

@@ -54,7 +54,7 @@ class Runner final : public CollectiveRunner {
 
   Group& group_;
   bool isPrepared_ = false;
-  // Of all ranks, and then Membership has it, too; or only of those of this host.
+  // Shared by all ranks, and then Membership has it, too; or only by those of this host.
   std::unique_ptr<Arena> arena_;
   std::atomic<Arena*> sharedArena_{nullptr};
   PeerMemory memory_;  // used with an arena of all ranks

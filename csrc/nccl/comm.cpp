@@ -227,7 +227,7 @@ Status Comm::runApart(const char* function, Call call, Deadline deadline, const 
         shared->done.notify_all();
       }
       if (isLeft) {
-        MYCOLL_LOG_WARN("%s of '%s' has come back after all", function, self->name_.c_str());
+        MYCOLL_LOG_WARN("%s of '%s' has returned after all", function, self->name_.c_str());
       }
       const bool isGood = result == Result::kSuccess || result == Result::kInProgress;
       if (isLeft || !isGood) undo();
@@ -536,7 +536,7 @@ std::unique_lock<std::mutex> Comm::evict() {
   if (leave(Deadline::after(kGrace))) return issuing;
   const auto revoke = library_.functions().commRevoke;
   MYCOLL_LOG_WARN("a thread hangs in NCCL with communicator '%s', which %s", name_.c_str(),
-                  revoke != nullptr ? "is revoked, and freed when the thread has come back"
+                  revoke != nullptr ? "is revoked, and freed when the thread returns"
                                     : "stays until the thread comes back");
   RawComm* const comm = handle();
   if (revoke != nullptr && comm != nullptr) {

@@ -99,8 +99,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Waits for what was enqueued and for the other ranks of the host, and frees everything. On all
   // ranks, as far as they live. Idempotent. The Status is that of an orderly end. Past the
   // deadline, or refused by `check`, NCCL is left with it on a thread of its own, which frees it
-  // when it can: who wants to stop what runs calls abort() instead. While such a thread has not
-  // come back, the device's other communicators are aborted here.
+  // when it can. To stop what runs, call abort() instead. While such a thread has not
+  // returned, the device's other communicators are aborted here.
   Status close(Deadline deadline, const Check& check = {});
 
   // Stops what runs on the device and frees everything. `why` is what later calls return, if the

@@ -72,9 +72,9 @@ void Connection::dial() {
   dial_ = std::move(dial);
 }
 
-void Connection::goOnDialing() {
-  if (state_ != State::kDialing) return goOnJoining();
-  dial_->goOn();
+void Connection::advanceDialing() {
+  if (state_ != State::kDialing) return advanceJoining();
+  dial_->advance();
   if (dial_->state() == Dial::State::kFailed) {
     end(dial_->loss());
   } else if (dial_->state() == Dial::State::kMade) {
@@ -83,10 +83,10 @@ void Connection::goOnDialing() {
   }
 }
 
-void Connection::goOnJoining() {
+void Connection::advanceJoining() {
   for (size_t i = 0; i < joining_.size();) {
     Dial& dial = *joining_[i];
-    dial.goOn();
+    dial.advance();
     if (dial.state() == Dial::State::kTrying || dial.state() == Dial::State::kWaiting) {
       ++i;
       continue;

@@ -69,7 +69,7 @@ class Connection {
 
   // kIdle only.
   void dial() REQUIRES(ioRole);
-  void goOnDialing() REQUIRES(ioRole);
+  void advanceDialing() REQUIRES(ioRole);
   // It is, or was, open, and uses shared memory.
   bool isShm() const REQUIRES(ioRole) { return sender_.isShm(); }
   // No group is left that both processes are in.
@@ -130,7 +130,7 @@ class Connection {
   void moveTo(State next) REQUIRES(ioRole);
   void countStuck() REQUIRES(ioRole);
   void add(Link link) REQUIRES(ioRole);
-  void goOnJoining() REQUIRES(ioRole);
+  void advanceJoining() REQUIRES(ioRole);
   void joinMore() REQUIRES(ioRole);
 
   Local& local_;

@@ -19,7 +19,7 @@ namespace {
 
 constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 // After a peer has reported that it has not made the group yet, which it does after a while (see
-// doorkeeper.cpp); or after it has closed the socket without an answer, which it does when there
+// acceptor.cpp); or after it has closed the socket without an answer, which it does when there
 // are too many connections at a time.
 constexpr auto kConnectAgain = std::chrono::milliseconds(100);
 constexpr int kMaxHangUps = 50;
@@ -102,7 +102,7 @@ bool Dial::raisesLeft() {
   return true;
 }
 
-void Dial::goOn() {
+void Dial::advance() {
   if (state_ == State::kTrying) {
     Condition* condition = task_.waitingFor();
     if (!task_.finished() && condition && condition->ready()) task_.resume();
@@ -244,7 +244,7 @@ Task Dial::attempt() {
     loss_ = {LossReason::kNotListening, reasons};
     co_return Status(Code::kPeerLost, reasons);
   }
-  loss_ = {isDistrusted_ ? LossReason::kDistrusted : LossReason::kUnreachable,
+  loss_ = {isUnauthenticated_ ? LossReason::kUnauthenticated : LossReason::kUnreachable,
            reasons.empty() ? "it has no address in common" : reasons};
   co_return Status(Code::kNetwork, reasons);
 }
@@ -263,14 +263,14 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   Challenge challenge;
   ReadExactly readChallenge(stream, &challenge, sizeof(challenge), never);
   co_await readChallenge;
-  isDistrusted_ |= !stream.failure().empty();
+  isUnauthenticated_ |= !stream.failure().empty();
   if (!stream.failure().empty()) co_return Status(Code::kNetwork, stream.failure());
   if (readChallenge.hasFailed()) co_return hungUp(isShm);
   if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
     co_return notNow(challenge.outcome);
   }
   if (!constantTimeEqual(acceptorProof(secret_, hello_, challenge.nonce), challenge.mac)) {
-    isDistrusted_ = true;
+    isUnauthenticated_ = true;
     co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
   }
 

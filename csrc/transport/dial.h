@@ -56,7 +56,7 @@ class Dial {
   // Continues an attempt if what it waits for has happened, or begins the next one if it is due. If
   // the latest attempt found that the peer has left a group, raises RankLeft for that group first:
   // to be called after reading what other ranks report of that.
-  void goOn() REQUIRES(ioRole);
+  void advance() REQUIRES(ioRole);
 
   // kMade.
   Link takeLink() REQUIRES(ioRole) { return std::move(link_); }
@@ -82,14 +82,14 @@ class Dial {
   const Joining joining_;
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
   Task task_ GUARDED_BY(ioRole);  // of the attempt that is under way
-  // Of the latest attempt: the group that authenticates it, and why another one may succeed.
+  // The latest attempt: the group that authenticates it, and why another one may succeed.
   Hello hello_ GUARDED_BY(ioRole);
   std::string secret_ GUARDED_BY(ioRole);
   bool hasProved_ GUARDED_BY(ioRole) = false;
   Outcome outcome_ GUARDED_BY(ioRole) = Outcome::kAccepted;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
-  bool isDistrusted_ GUARDED_BY(ioRole) = false;             // the peer's proof was wrong
+  bool isUnauthenticated_ GUARDED_BY(ioRole) = false;        // the peer's proof was wrong
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
   int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);

@@ -21,7 +21,7 @@
 //                   such as signals, are sent after its last piece
 //   kHold           the sender of this frame buffers many messages without a receive: from now on,
 //                   even small messages to it must wait for one
-//   kGoOn           ... small messages to it no longer wait
+//   kResume           ... small messages to it no longer wait
 //   kInvitation, kJoined, kFormed  a group is being made: engine/round.h. A later invitation
 //                   replaces an earlier one. `tag` 1: the receiver opened its group before the
 //                   sender could know of it, and if it is not open any more, a kGoodbye answers
@@ -56,7 +56,7 @@ enum class FrameKind : uint8_t {
   kAnswer,
   kDeadlock,
   kHold,
-  kGoOn,
+  kResume,
   kPut,
   kMore,
   kTaken,

@@ -11,12 +11,12 @@
 namespace mycoll {
 namespace {
 
-// Frames for the group itself, and kHold and kGoOn. Their payload is short and delivered whole.
+// Frames for the group itself, and kHold and kResume. Their payload is short and delivered whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
          kind == FrameKind::kAnswer || kind == FrameKind::kDeadlock || kind == FrameKind::kHold ||
-         kind == FrameKind::kGoOn || isForming(kind);
+         kind == FrameKind::kResume || isForming(kind);
 }
 
 // Whether a mailbox receives the frame with its payload, not the payload separately.

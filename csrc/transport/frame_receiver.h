@@ -68,7 +68,8 @@ class FrameReceiver {
     size_t headerGot = 0;
     size_t payloadGot = 0;
     bool isBegun = false;  // the header has arrived, and the frame need not wait
-    // Of the frame that is begun. Without a mailbox the payload is discarded unless isEarly.
+    // The target of the frame that is begun. Without a mailbox the payload is discarded unless
+    // isEarly.
     FrameTarget target;
     bool isEarly = false;  // the frame is kept for a group that is not made yet
     std::string payload;   // of a frame that is delivered whole

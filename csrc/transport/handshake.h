@@ -27,7 +27,7 @@
 // meant.
 //
 // All sizes are fixed. For an unauthenticated peer, only a socket and a coroutine are allocated;
-// their number and lifetime are limited (doorkeeper.h).
+// their number and lifetime are limited (acceptor.h).
 #pragma once
 
 #include <array>

@@ -25,7 +25,7 @@ std::string Loss::describe(bool mayHaveLeft) const {
              "process does not listen any more (" +
              detail + ")";
     case LossReason::kUnreachable:
-    case LossReason::kDistrusted: return "cannot be reached: " + detail;
+    case LossReason::kUnauthenticated: return "cannot be reached: " + detail;
     case LossReason::kNotAFrame: return "sent something that is not a mycoll frame";
     case LossReason::kChanged:
       return "sent data that was changed on the way (MYCOLL_ENCRYPT found it): a failing network, "

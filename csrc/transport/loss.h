@@ -14,7 +14,7 @@ enum class LossReason {
   kClosedInMessage,  // ... in the middle of a message
   kNotListening,     // connecting to it failed: nothing listens at its address
   kUnreachable,      // ... for another reason
-  kDistrusted,       // it could not prove that it knows the secret of a group
+  kUnauthenticated,  // it could not prove that it knows the secret of a group
   kNotAFrame,        // it sent an invalid frame
   kChanged,          // what arrived on an encrypted connection is not what it sent
   kNotItsName,       // ... or a message in the name of another rank
@@ -23,8 +23,8 @@ enum class LossReason {
 
 struct Loss {
   LossReason reason = LossReason::kNone;
-  // kNotListening, kUnreachable, kDistrusted: the attempts and their results. kClosed, kSilent,
-  // kClosedInMessage: the network's error, if there was one.
+  // kNotListening, kUnreachable, kUnauthenticated: the attempts and their results. kClosed,
+  // kSilent, kClosedInMessage: the network's error, if there was one.
   std::string detail;
 
   // There was a connection, and the peer has ended it.

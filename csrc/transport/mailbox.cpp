@@ -232,7 +232,7 @@ void Mailbox::noteUnanswered(const FrameHeader& came) {
   Flow& flow = flows_[came.source];
   if (flow.isAnswered || came.source == group_.rank) return;
   flow.unanswered += came.payloadBytes + kBufferedOverhead;
-  if (flow.unanswered >= earlyRoom() / 2) sendControl(came.source, FrameKind::kGoOn, "");
+  if (flow.unanswered >= earlyRoom() / 2) sendControl(came.source, FrameKind::kResume, "");
 }
 
 bool Mailbox::admit(Transfer& request, Status refusal) {
@@ -387,7 +387,7 @@ void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
   const bool isTooMuch = flow.bufferedBytes > limit;
   if (isTooMuch == flow.isHeld || !isPresent(came.source) || !failure_.ok()) return;
   flow.isHeld = isTooMuch;
-  sendControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
+  sendControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kResume, "");
 }
 
 // Messages that have not begun to be sent wait, too.
@@ -631,7 +631,7 @@ void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   // A rank that has failed or left receives nothing more.
   if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteHasGroup(came.source);
-  if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) {
+  if (came.kind == FrameKind::kHold || came.kind == FrameKind::kResume) {
     flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
     if (came.kind == FrameKind::kHold) onHold(came);
     return;
@@ -738,12 +738,12 @@ void Mailbox::endUnsent(const std::string& uid, const std::string& how) {
   for (Transfer* request = open_; request;) {
     Transfer& each = *std::exchange(request, request->next_);
     if (!each.isUnsent_ || group_.peers[each.peer_].uid != uid) continue;
-    Status story = absenceOf(each.peer_);
-    if (story.ok()) {
-      story = Status(Code::kPeerLost,
-                     "mycoll group '" + group_.name + "': " + describeRank(each.peer_) + " " + how);
+    Status why = absenceOf(each.peer_);
+    if (why.ok()) {
+      why = Status(Code::kPeerLost,
+                   "mycoll group '" + group_.name + "': " + describeRank(each.peer_) + " " + how);
     }
-    abandon(each, std::move(story));
+    abandon(each, std::move(why));
   }
 }
 

@@ -10,7 +10,7 @@
 //
 // A rank from which nothing was received may not have made the group yet. Its process keeps what is
 // sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
-// has received half of it and has nothing to send itself answers with kGoOn.
+// has received half of it and has nothing to send itself answers with kResume.
 //
 // Shared memory may be attached to a message between ranks of one host. Its descriptor is sent over
 // the link's socket before the message's first frame, which says that there is one, and belongs to
@@ -166,7 +166,7 @@ class Mailbox {
   // received any more. Requests for them stay open until the group has handled the failure.
   bool isEnding(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
-  // Of a frame that describes this send.
+  // Returns the header of a frame that describes this send.
   FrameHeader header(FrameKind kind, const Transfer& request) const;
   void enqueue(int destination, OutItem item) REQUIRES(ioRole);
   // Removes and returns the first posted receive for this message, or null.

@@ -26,15 +26,16 @@ constexpr size_t kMostUnsaid = 16;
 
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
-      doorkeeper_(
+      acceptor_(
           local_,
-          [this](const Doorkeeper::Entrant& entrant) REQUIRES(ioRole) { return admit(entrant); },
-          [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
-            Connection& connection = connectionWith(entrant.peer);
-            if (entrant.joins != 0) {
-              connection.join(std::move(entrant.link));
+          [this](const Acceptor::AcceptedPeer& accepted)
+              REQUIRES(ioRole) { return admit(accepted); },
+          [this](Acceptor::AcceptedPeer accepted) REQUIRES(ioRole) {
+            Connection& connection = connectionWith(accepted.peer);
+            if (accepted.joins != 0) {
+              connection.join(std::move(accepted.link));
             } else if (connection.isToBeMade()) {
-              connection.open(std::move(entrant.link));
+              connection.open(std::move(accepted.link));
             }
           }),
       watch_(local_.sleeper) {}
@@ -71,7 +72,7 @@ Status Mesh::open() {
       [this](const epoll_event* events, int count) { onReady(events, count); }));
   MYCOLL_RETURN_IF_ERROR(local_.bell.open(address.uid));
   MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(local_.bell.fd()));
-  return doorkeeper_.listen();
+  return acceptor_.listen();
 }
 
 // ---- events and bytes --------------------------------------------------------------------------
@@ -108,7 +109,7 @@ void Mesh::giveUp() {
                                                           " is out of memory")});
   }
   handleEvents();
-  doorkeeper_.lookAgain();
+  acceptor_.lookAgain();
   local_.sleeper.watchAgain(local_.bell.fd());
   hasRunOut_ = false;
 }
@@ -162,7 +163,7 @@ void Mesh::onEvent(const epoll_event& event) {
     if (!local_.bell.drain()) local_.sleeper.watchAgain(fd);
     return;
   }
-  if (doorkeeper_.onEvent(fd)) return;
+  if (acceptor_.onEvent(fd)) return;
   const bool isClosed = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
   for (auto& connection : connections_) {
     if (connection->receiver().onEvent(fd, isClosed)) return;
@@ -202,7 +203,7 @@ bool Mesh::lookAndMove(bool* inHost, bool polls) {
     for (auto& connection : connections_) connection->receiver().lookAgain();
   }
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
-  const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
+  const bool shakesHands = local_.dialing > 0 || acceptor_.isBusy();
   if (polls || shakesHands || ++pollCount_ % rarity == 0) pollEvents();
   return moveBytes(inHost);
 }
@@ -214,10 +215,10 @@ void Mesh::setAsleep(bool asleep) {
   for (auto& connection : connections_) connection->setAsleep(asleep);
 }
 
-void Mesh::goOnWithHandshakes() {
+void Mesh::advanceHandshakes() {
   std::vector<Connection*> unneeded;
   for (auto& connection : connections_) {
-    connection->goOnDialing();
+    connection->advanceDialing();
     if (connection->hasNoGroup()) unneeded.push_back(connection.get());
   }
   // The other side has left all groups that both were in.
@@ -225,7 +226,7 @@ void Mesh::goOnWithHandshakes() {
     connection->giveUpDialing();
     erase(*connection);
   }
-  doorkeeper_.goOn();
+  acceptor_.advance();
 }
 
 bool Mesh::moveBytes(bool* inHost) {
@@ -240,8 +241,8 @@ bool Mesh::moveBytes(bool* inHost) {
     }
   };
   drain();  // before a dial finds that its peer has left: other ranks may report why
-  if (local_.dialing > 0 || doorkeeper_.isBusy() || doorkeeper_.isToLookAgain()) {
-    goOnWithHandshakes();
+  if (local_.dialing > 0 || acceptor_.isBusy() || acceptor_.isToLookAgain()) {
+    advanceHandshakes();
     drain();  // no event reports what arrived with a handshake
   }
   if (sharedReads_.read(Connection::kTurnBytes)) {
@@ -321,14 +322,14 @@ bool Mesh::hasQueued(uint64_t context, int rank) const {
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Outcome Mesh::admit(const Doorkeeper::Entrant& entrant) const {
-  const std::string& uid = entrant.peer.uid;
+Outcome Mesh::admit(const Acceptor::AcceptedPeer& accepted) const {
+  const std::string& uid = accepted.peer.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!entrant.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
+  if (!accepted.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
   const Connection* connection = find(uid);
-  if (entrant.joins != 0) {
-    return connection && connection->mayBeJoined(entrant.joins) ? Outcome::kAccepted
-                                                                : Outcome::kRefused;
+  if (accepted.joins != 0) {
+    return connection && connection->mayBeJoined(accepted.joins) ? Outcome::kAccepted
+                                                                 : Outcome::kRefused;
   }
   if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {

@@ -1,6 +1,6 @@
 // Mesh: the processes that this one knows, and its connections with them. All groups of the process
 // share it, so the number of descriptors grows with the number of peer processes, not with the
-// number of groups. Dial and Doorkeeper make connections, Connection sends and receives on them,
+// number of groups. Dial and Acceptor make connections, Connection sends and receives on them,
 // ProcessWatch detects processes that end, and GroupTable holds the groups.
 //
 // Thread contract: all public functions [any thread] unless marked. One lock, ioMutex(), guards the
@@ -21,8 +21,8 @@
 #include "base/fd.h"
 #include "base/status.h"
 #include "base/topology.h"
+#include "transport/acceptor.h"
 #include "transport/connection.h"
-#include "transport/doorkeeper.h"
 #include "transport/io_lock.h"
 #include "transport/local.h"
 #include "transport/mailbox.h"
@@ -102,9 +102,9 @@ class Mesh {
   void giveUp() REQUIRES(ioRole);
   void onEvent(const epoll_event& event) REQUIRES(ioRole);
   void pollEvents() REQUIRES(ioRole);
-  void goOnWithHandshakes() REQUIRES(ioRole);
+  void advanceHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
-  Outcome admit(const Doorkeeper::Entrant& entrant) const REQUIRES(ioRole);
+  Outcome admit(const Acceptor::AcceptedPeer& accepted) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);
@@ -119,7 +119,7 @@ class Mesh {
 
   Local local_;
   IoMutex io_;
-  Doorkeeper doorkeeper_;
+  Acceptor acceptor_;
   ProcessWatch watch_;
   std::vector<std::unique_ptr<Connection>> connections_ GUARDED_BY(ioRole);
   std::unordered_map<std::string, Connection*> byUid_ GUARDED_BY(ioRole);  // the same

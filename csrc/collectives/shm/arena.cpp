@@ -88,7 +88,7 @@ Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank
       bells_(std::move(bells)),
       members_(std::move(members)),
       distance_(shape.ranks - 1, distance) {
-  if (rank_ == 0) tellDistance();
+  if (rank_ == 0) publishDistance();
 }
 
 Arena::Control& Arena::control(int rank) const {
@@ -133,11 +133,11 @@ void Arena::met() {
     distance_.look(rank - 1, control(rank).marks, number_);
     lastLook_ = rank;
   }
-  tellDistance();
+  publishDistance();
 }
 
 // A hint: nothing is ordered by it.
-void Arena::tellDistance() {
+void Arena::publishDistance() {
   auto& areNear = reinterpret_cast<Header*>(segment_->data())->areNear;
   const uint32_t are = distance_.areNear();
   if (areNear.load(std::memory_order_relaxed) != are) {

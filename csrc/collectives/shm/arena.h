@@ -149,7 +149,7 @@ class Arena {
   bool looksAtDistance(const Arrival& theirs) const;
   // Called when all ranks have arrived at the current collective.
   void met();
-  void tellDistance();
+  void publishDistance();
 
   std::shared_ptr<Segment> segment_;
   const ArenaShape shape_;

@@ -63,7 +63,7 @@ bool TcpSender::hasArrived() const {
   tcp_info info;
   if (infoOf(fd(), &info) > 0 && info.tcpi_state == kClosed) return true;
   // The FIN counts as one byte. Its receiver may delay the acknowledgement, by 40 ms and more;
-  // nobody needs it.
+  // it is not needed.
   int unacknowledged = 0;
   return ioctl(fd(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged <= 1;
 }

@@ -24,7 +24,7 @@ constexpr const char* kAesFirst = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_
 constexpr const char* kChaChaFirst = "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
 // The largest content of a record.
 constexpr size_t kRecordBytes = 16 * 1024;
-// So much is encrypted before it is sent, and read at once.
+// The bytes that are encrypted before they are sent, and read with one call.
 constexpr size_t kBatchBytes = 8 * kRecordBytes;
 constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
 
@@ -202,7 +202,7 @@ TlsSocket::State TlsSocket::shakeHands() {
   const int result = library_.SSL_do_handshake(ssl_);
   const bool isSent = flush();
   if (result == 1 && isSent) {
-    // A peer that has shown a certificate instead of the key would be somebody else.
+    // A peer that shows a certificate instead of the key has not proved its identity.
     const bool isProved = tls_->key_.empty() || library_.SSL_session_reused(ssl_) == 1;
     if (!isProved) failure_ = "it has not proved that it knows the key";
     const openssl::Cipher* const cipher = library_.SSL_get_current_cipher(ssl_);

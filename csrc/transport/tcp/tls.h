@@ -27,7 +27,7 @@ namespace mycoll {
 
 class Tls {
  public:
-  // What the environment asks for; null without encryption.
+  // As the environment variables ask; null without encryption.
   static Status fromEnv(std::shared_ptr<const Tls>* result);
   // AES-GCM allows 2^24.5 full records with one key (RFC 8446, section 5.5).
   static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;

@@ -1,4 +1,4 @@
-#include "transport/doorkeeper.h"
+#include "transport/acceptor.h"
 
 #include <sys/socket.h>
 
@@ -19,8 +19,8 @@ namespace {
 // An unauthenticated connection may exist for this long, and so many of them. kMaxNamed: those that
 // know this process's uid. All ranks of a large job may connect before this process has made the
 // group.
-constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
-constexpr size_t kMaxStrangers = 64;
+constexpr auto kAuthenticationTime = std::chrono::milliseconds(5'000);
+constexpr size_t kMostUnauthenticated = 64;
 constexpr size_t kMaxNamed = 4096;
 constexpr int kMostAtOnce = 64;  // connections that are accepted in a row
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
@@ -46,22 +46,22 @@ class GroupIsKnown final : public Condition {
 }  // namespace
 
 // A connection that is not authenticated yet.
-struct Doorkeeper::Visitor {
+struct Acceptor::Incoming {
   Fd socket;
   bool isUnix = false;
   Deadline deadline;
-  bool hasNews = true;   // its socket may have something to read
+  bool isReady = true;   // its socket may have something to read
   bool namesUs = false;  // it knows this process's uid, as members do; strangers do not
   Task task;
-  Entrant entrant;  // what the handshake ends with; without a link when it failed
+  AcceptedPeer accepted;  // what the handshake ends with; without a link when it failed
 };
 
-Doorkeeper::Doorkeeper(Local& local, Admit admit, Enter enter)
-    : local_(local), admit_(std::move(admit)), enter_(std::move(enter)) {}
+Acceptor::Acceptor(Local& local, Admit admit, OnAccepted onAccepted)
+    : local_(local), admit_(std::move(admit)), onAccepted_(std::move(onAccepted)) {}
 
-Doorkeeper::~Doorkeeper() = default;
+Acceptor::~Acceptor() = default;
 
-Status Doorkeeper::listen() {
+Status Acceptor::listen() {
   const MeshOptions& options = local_.options;
   if (options.transport != TransportChoice::kTcp) {
     MYCOLL_RETURN_IF_ERROR(listenUnix(local_.address.uid, &unixListener_));
@@ -93,31 +93,31 @@ Status Doorkeeper::listen() {
   return tcpListeners_.empty() ? failure : Status();
 }
 
-bool Doorkeeper::onEvent(int fd) {
+bool Acceptor::onEvent(int fd) {
   if (fd == unixListener_.get()) return acceptFrom(fd, true), true;
   for (Fd& listener : tcpListeners_) {
     if (fd == listener.get()) return acceptFrom(fd, false), true;
   }
-  for (auto& visitor : visitors_) {
-    if (visitor->socket.get() == fd) return visitor->hasNews = true;
+  for (auto& incoming : handshakes_) {
+    if (incoming->socket.get() == fd) return incoming->isReady = true;
   }
   return false;
 }
 
 // Drops the oldest connection that does not know this process's uid, so that a member finds a place
 // among any number of strangers. Returns false if there is none.
-bool Doorkeeper::dropStranger() {
-  auto found = std::find_if(visitors_.begin(), visitors_.end(),
-                            [](const auto& visitor) { return !visitor->namesUs; });
-  if (found == visitors_.end()) return false;
-  visitors_.erase(found);
+bool Acceptor::dropUnauthenticated() {
+  auto found = std::find_if(handshakes_.begin(), handshakes_.end(),
+                            [](const auto& incoming) { return !incoming->namesUs; });
+  if (found == handshakes_.end()) return false;
+  handshakes_.erase(found);
   return true;
 }
 
-void Doorkeeper::acceptFrom(int listener, bool isUnix) {
+void Acceptor::acceptFrom(int listener, bool isUnix) {
   for (int i = 0; i < kMostAtOnce; ++i) {
-    const size_t named = std::count_if(visitors_.begin(), visitors_.end(),
-                                       [](const auto& visitor) { return visitor->namesUs; });
+    const size_t named = std::count_if(handshakes_.begin(), handshakes_.end(),
+                                       [](const auto& incoming) { return incoming->namesUs; });
     const bool isFull = named >= kMaxNamed;
     Fd socket;
     if (!isFull) socket = Fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -125,27 +125,27 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
       if (!isFull) {
         if (errno == EAGAIN) return;
         if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
-        if (errno == EMFILE && dropStranger()) continue;
+        if (errno == EMFILE && dropUnauthenticated()) continue;
       }
       MYCOLL_LOG_WARN("a connection has to wait: %s", isFull ? "too many" : strerror(errno));
       acceptAgain_ = Deadline::after(kAcceptAgain);  // the kernel keeps it until then
       return;
     }
     socket.keepFromChildren();
-    if (visitors_.size() - named >= kMaxStrangers) dropStranger();
+    if (handshakes_.size() - named >= kMostUnauthenticated) dropUnauthenticated();
     if (isUnix && !isSameUser(socket.get())) continue;  // closes it
     if (!isUnix) tuneSocket(socket.get(), local_.options.networkSeconds);
-    auto visitor = std::make_unique<Visitor>();
-    visitor->socket = std::move(socket);
-    visitor->isUnix = isUnix;
-    visitor->deadline = Deadline::after(kStrangerTime);
-    if (!local_.sleeper.watch(visitor->socket.get()).ok()) continue;  // its events would be missed
-    visitor->task = answer(visitor.get());
-    visitor->task.resume();
-    if (visitor->task.finished()) {
-      letIn(*visitor);
+    auto incoming = std::make_unique<Incoming>();
+    incoming->socket = std::move(socket);
+    incoming->isUnix = isUnix;
+    incoming->deadline = Deadline::after(kAuthenticationTime);
+    if (!local_.sleeper.watch(incoming->socket.get()).ok()) continue;  // its events would be missed
+    incoming->task = answer(incoming.get());
+    incoming->task.resume();
+    if (incoming->task.finished()) {
+      accept(*incoming);
     } else {
-      visitors_.push_back(std::move(visitor));
+      handshakes_.push_back(std::move(incoming));
     }
   }
   local_.sleeper.watchAgain(listener);  // the rest waits for its turn
@@ -153,28 +153,29 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
 
 // Called immediately after admission: if this side continued with a connection of its own to the
 // same process in between, each side could keep the connection that the other one has dropped.
-void Doorkeeper::letIn(Visitor& visitor) {
+void Acceptor::accept(Incoming& incoming) {
   // The peer may take itself for admitted.
-  if (detail::isOutOfMemory(visitor.task.result())) throw std::bad_alloc();
-  if (visitor.entrant.link.sender) enter_(std::move(visitor.entrant));
+  if (detail::isOutOfMemory(incoming.task.result())) throw std::bad_alloc();
+  if (incoming.accepted.link.sender) onAccepted_(std::move(incoming.accepted));
 }
 
-void Doorkeeper::lookAgain() {
+void Acceptor::lookAgain() {
   acceptAgain_ = Deadline::after(std::chrono::milliseconds(0));
-  for (auto& visitor : visitors_) visitor->hasNews = true;
+  for (auto& incoming : handshakes_) incoming->isReady = true;
 }
 
-void Doorkeeper::acceptAll() {
+void Acceptor::acceptAll() {
   acceptAgain_ = Deadline::never();
   if (unixListener_.isOpen()) acceptFrom(unixListener_.get(), true);
   for (Fd& listener : tcpListeners_) acceptFrom(listener.get(), false);
 }
 
-Task Doorkeeper::answer(Visitor* visitor) {
-  const int fd = visitor->socket.get();
-  Deadline deadline = visitor->deadline;
+Task Acceptor::answer(Incoming* incoming) {
+  const int fd = incoming->socket.get();
+  Deadline deadline = incoming->deadline;
   const Status refused(Code::kNetwork, "refused");
-  HandshakeSocket stream(fd, visitor->isUnix ? nullptr : local_.options.tls, /*isConnector=*/false);
+  HandshakeSocket stream(fd, incoming->isUnix ? nullptr : local_.options.tls,
+                         /*isConnector=*/false);
   Hello hello;
   ReadExactly readHello(stream, &hello, sizeof(hello), deadline);
   co_await readHello;
@@ -182,12 +183,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
   if (!failure.empty()) MYCOLL_LOG_WARN("refused a connection: the peer %s", failure.c_str());
   if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
       hello.version != kProtocolVersion || (hello.isShm && hello.joins) ||
-      (hello.isShm != 0) != visitor->isUnix ||
+      (hello.isShm != 0) != incoming->isUnix ||
       std::memcmp(hello.destinationUid, local_.address.uid.data(), sizeof(hello.destinationUid)) !=
           0) {
     co_return refused;
   }
-  visitor->namesUs = true;
+  incoming->namesUs = true;
   const bool isOpened = hello.isInvitation && !hello.opensLater;
   if (!isOpened) {
     GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
@@ -201,15 +202,16 @@ Task Doorkeeper::answer(Visitor* visitor) {
     (void)stream.send(&answer, sizeof(answer));
     co_return refused;
   }
-  deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
+  deadline = incoming->deadline =
+      Deadline::after(kAuthenticationTime);  // it has waited for this process
   const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
   const bool isInvitation = mailbox->group().isInvitation;
   if (!mailbox->isOf(hello.source, sourceUid) || isInvitation != (hello.isInvitation != 0)) {
     co_return refused;
   }
   const std::string secret = mailbox->group().secret;
-  visitor->entrant = {mailbox->group().peers[hello.source], hello.joins, isInvitation, Link()};
-  PeerAddress& peer = visitor->entrant.peer;
+  incoming->accepted = {mailbox->group().peers[hello.source], hello.joins, isInvitation, Link()};
+  PeerAddress& peer = incoming->accepted.peer;
   peer.uid = sourceUid;
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
@@ -227,7 +229,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   }
   const bool isStill = local_.groups.find(hello.context, hello.destination) != nullptr;
   Verdict verdict;
-  verdict.outcome = isInvitation && !isStill ? Outcome::kGone : admit_(visitor->entrant);
+  verdict.outcome = isInvitation && !isStill ? Outcome::kGone : admit_(incoming->accepted);
   if (verdict.outcome == Outcome::kGone) co_return refused;
   std::shared_ptr<Segment> segment;
   if (hello.isShm && verdict.outcome == Outcome::kAccepted) {
@@ -240,31 +242,31 @@ Task Doorkeeper::answer(Visitor* visitor) {
   if (!stream.send(&verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
     co_return refused;
   }
-  Link& link = visitor->entrant.link;
-  link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker,
+  Link& link = incoming->accepted.link;
+  link = local_.makeLink(peer, std::move(incoming->socket), std::move(segment), RingSide::kTaker,
                          stream.tls());
   link.id = idOf(proof);
   co_return Status();
 }
 
-void Doorkeeper::goOn() {
+void Acceptor::advance() {
   const auto now = Deadline::Clock::now();
   if (acceptAgain_.when() <= now) acceptAll();
-  for (size_t i = 0; i < visitors_.size();) {
-    Visitor& visitor = *visitors_[i];
+  for (size_t i = 0; i < handshakes_.size();) {
+    Incoming& incoming = *handshakes_[i];
     // Silent connections cost no system call, so many of them do not slow a job down.
-    if (visitor.hasNews || visitor.namesUs || visitor.deadline.when() <= now) {
-      visitor.hasNews = false;
-      Condition* condition = visitor.task.waitingFor();
-      if (!visitor.task.finished() && condition && condition->ready()) visitor.task.resume();
+    if (incoming.isReady || incoming.namesUs || incoming.deadline.when() <= now) {
+      incoming.isReady = false;
+      Condition* condition = incoming.task.waitingFor();
+      if (!incoming.task.finished() && condition && condition->ready()) incoming.task.resume();
     }
-    if (!visitor.task.finished()) {
+    if (!incoming.task.finished()) {
       ++i;
       continue;
     }
-    const std::unique_ptr<Visitor> done = std::move(visitors_[i]);
-    visitors_.erase(visitors_.begin() + static_cast<ptrdiff_t>(i));
-    letIn(*done);
+    const std::unique_ptr<Incoming> done = std::move(handshakes_[i]);
+    handshakes_.erase(handshakes_.begin() + static_cast<ptrdiff_t>(i));
+    accept(*done);
   }
 }
 

@@ -30,17 +30,21 @@ std::chrono::milliseconds patienceOf(const Communicator& group) {
 }  // namespace
 
 void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kept) {
-  throwIfFailed(place.control->wait(
-      place.control->submit(std::move(call), std::move(kept), /*willWait=*/true),
-      Deadline::never()));
+  throwUnlessConnected(
+      place, place.control->wait(
+                 place.control->submit(std::move(call), std::move(kept), /*willWait=*/true),
+                 Deadline::never()));
 }
 
 void throwUnlessConnected(const DevicePlace& place, const Status& status) {
   if (status.ok()) return;
   const Status named = inGroup(place.name, status);
-  place.control->fail(status.code() == Code::kInterrupted
-                          ? Status(Code::kAborted, "interrupted while NCCL connected")
-                          : named);
+  place.control->fail(
+      status.code() == Code::kInterrupted
+          ? inGroup(place.name, Status(Code::kAborted, "rank " + std::to_string(place.rank) +
+                                                           " was interrupted by a signal while the "
+                                                           "ranks connected for devices"))
+          : named);
   throwStatus(named);
 }
 
@@ -266,6 +270,8 @@ Status Channels::close(Deadline deadline, const nccl::Comm::Check& check) {
   }
   return first;
 }
+
+void Channels::keepForever() { new Comms(end()); }
 
 void Channels::addStreams(std::vector<c10::Stream>* streams) const {
   MutexLock lock(mutex_);

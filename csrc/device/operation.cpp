@@ -97,7 +97,8 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
       const std::shared_ptr<Communicator> communicator = communicator_;
       lock.unlock();
       const Status status = communicator->wait(op, deadline);
-      if (!op->done()) return status;
+      // A signal must be handled even if the operation is done.
+      if (!op->done() || status.code() == Code::kInterrupted) return status;
       lock.lock();
       continue;
     }

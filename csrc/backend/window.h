@@ -49,12 +49,14 @@ class MycollWindow final : public TorchWindow {
  private:
   struct Layout;  // of a rank's tensor
 
+  // In the generation of the window, which need not be the current one.
+  UserCall enter(const char* function) const;
   Layout layoutOf(const CallerInfo& caller, int64_t rank) const;
   bool isMapped(const CallerInfo& caller, int64_t rank, std::shared_ptr<Pages>* pages) const;
   WorkPtr workOf(Request& request, const OpPtr& op);
 
   const c10::intrusive_ptr<MycollBackend> backend_;
-  const std::shared_ptr<Communicator> communicator_;
+  const Generation generation_;
   const std::shared_ptr<mycoll::Window> window_;  // qualified: torch's class has that name, too
   Mutex mutex_;
   at::Tensor tensor_ GUARDED_BY(mutex_);  // this rank's

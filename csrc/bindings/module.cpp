@@ -76,6 +76,16 @@ class NoGilPtr {
   c10::intrusive_ptr<T> pointer_;
 };
 
+// ~Endpoint may wait for the engine's thread.
+struct DeleteWithoutGil {
+  void operator()(mycoll::Endpoint* endpoint) const {
+    std::optional<py::gil_scoped_release> release;
+    if (PyGILState_Check()) release.emplace();
+    delete endpoint;
+  }
+};
+using NoGilEndpoint = std::unique_ptr<mycoll::Endpoint, DeleteWithoutGil>;
+
 }  // namespace
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, NoGilPtr<T>, true)
@@ -412,9 +422,12 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint>(module, "Endpoint", doc::kEndpoint)
-      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
-           py::arg("store_host"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
+  py::class_<mycoll::Endpoint, NoGilEndpoint>(module, "Endpoint", doc::kEndpoint)
+      .def(py::init([](const std::string& name, Milliseconds timeout, const std::string& host) {
+             return NoGilEndpoint(MycollBackend::makeEndpoint(name, timeout, host).release());
+           }),
+           py::arg("name"), py::arg("timeout"), py::arg("store_host"),
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
       .def_property_readonly("handle", &mycoll::Endpoint::handle, doc::kEndpointHandle)
       .def(
           "form",

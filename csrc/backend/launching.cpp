@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 

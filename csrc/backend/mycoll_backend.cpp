@@ -9,7 +9,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"

@@ -37,14 +37,16 @@ class MycollWindow final : public TorchWindow {
   explicit MycollWindow(c10::intrusive_ptr<MycollBackend> backend);
   ~MycollWindow() override;
 
-  void tensor_register(const at::Tensor& tensor, bool owning) override;
-  void tensor_deregister() override;
+  void tensor_register(const at::Tensor& tensor, bool owning) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  void tensor_deregister() MYCOLL_TORCH_WINDOW_OVERRIDE;
   WorkPtr put(const at::Tensor& tensor, int64_t dstRank, int64_t targetOffsetNelems, bool asyncOp,
-              const PutOptions& opts) override;
-  at::Tensor map_remote_tensor(int64_t rank) override;
-  WorkPtr signal(int64_t peerRank, bool asyncOp, const SignalOptions& opts) override;
-  WorkPtr wait_signal(int64_t peerRank, bool asyncOp, const WaitSignalOptions& opts) override;
-  WindowAttr get_attr(int64_t peerRank) override;
+              const PutOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  at::Tensor map_remote_tensor(int64_t rank) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WorkPtr signal(int64_t peerRank, bool asyncOp,
+                 const SignalOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WorkPtr wait_signal(int64_t peerRank, bool asyncOp,
+                      const WaitSignalOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WindowAttr get_attr(int64_t peerRank) MYCOLL_TORCH_WINDOW_OVERRIDE;
 
  private:
   struct Layout;  // of a rank's tensor

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/env.h"

@@ -122,10 +122,6 @@ Status DeviceOperation::waitOver(Deadline deadline) {
   return status();
 }
 
-bool DeviceOperation::sharesStream(const DeviceOperation& other) const {
-  return state_ == State::kEnqueued && other.state_ == State::kEnqueued && stream_ == other.stream_;
-}
-
 Status DeviceOperation::queryDevice(bool* hasPassed) const {
   *hasPassed = true;
   return isCaptured_ ? Status() : query(*ended_, hasPassed);

@@ -505,6 +505,33 @@ def test_helper_threads(device_world):
 # --- waiting
 
 
+def extended_batch(ctx: Ctx) -> None:
+    """An ephemeral timeout lasts until the batch that was called first has ended."""
+    warm_up(ctx)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    if ctx.rank == 0:
+        dist.group.WORLD._add_ephemeral_timeout(timedelta(seconds=30))
+    else:
+        time.sleep(3)
+    tensors = [full(ctx, ctx.rank) for _ in range(3)]
+    with dist._coalescing_manager(device=ctx.device, async_ops=True) as block:
+        for x in tensors[:2]:
+            dist.all_reduce(x)
+    work = dist.all_reduce(tensors[2], async_op=True)
+    block.wait()
+    work.wait()
+    for x in tensors:
+        is_all(ctx, x, sum(range(ctx.size)))
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "_add_ephemeral_timeout"), reason="torch has it since 2.14"
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_an_extended_batch(fresh_device_world, path):
+    fresh_device_world(2, path).run(extended_batch)
+
+
 def waits_with_timeout(ctx: Ctx, how: str) -> None:
     """A wait that ends early leaves the operation running."""
     warm_up(ctx)

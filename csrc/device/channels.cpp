@@ -36,7 +36,8 @@ void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kep
                  Deadline::never()));
 }
 
-void throwUnlessConnected(const DevicePlace& place, const Status& status) {
+void throwUnlessConnected(const DevicePlace& place, const Status& status,
+                          const std::string& onlyHere) {
   if (status.ok()) return;
   const Status named = inGroup(place.name, status);
   place.control->fail(
@@ -45,7 +46,7 @@ void throwUnlessConnected(const DevicePlace& place, const Status& status) {
                                                            " was interrupted by a signal while the "
                                                            "ranks connected for devices"))
           : named);
-  throwStatus(named);
+  throwStatus(named.withMessage(named.message() + onlyHere));
 }
 
 nccl::CommOptions Channels::optionsOn(c10::Device device) const {

@@ -27,8 +27,9 @@ struct Channel {
   c10::Stream stream;
 };
 
-// Throws if connecting has failed, and fails the group.
-void throwUnlessConnected(const DevicePlace& place, const Status& status);
+// Throws if connecting has failed, and fails the group. onlyHere: for the end of this rank's error.
+void throwUnlessConnected(const DevicePlace& place, const Status& status,
+                          const std::string& onlyHere = "");
 // Runs a collective that the group's ranks need to agree. kept: the memory that it uses, which it
 // keeps if a signal ends the wait. Throws if it fails or a signal ends the wait, and fails the
 // group: the ranks' next collectives would not match.

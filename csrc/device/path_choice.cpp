@@ -161,10 +161,9 @@ void PathChoice::agree(c10::Device device, const std::string& operation) {
   if (known() != DevicePath::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
   throwUnlessConnected(
-      place_, met.ok() ? met
-                       : met.withMessage(met.message() + onThisRank(place_.rank) + operation +
-                                         ", the first of the group's operations on devices, for "
-                                         "which all ranks meet"));
+      place_, met,
+      onThisRank(place_.rank) + operation +
+          ", the first of the group's operations on devices, for which all ranks meet");
   const auto ranks = static_cast<size_t>(place_.ranks);
   const auto kept = std::make_shared<std::vector<Report>>(ranks);
   std::vector<Report>& reports = *kept;

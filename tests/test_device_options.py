@@ -507,21 +507,25 @@ def test_helper_threads(device_world):
 
 def extended_batch(ctx: Ctx) -> None:
     """An ephemeral timeout lasts until the batch that was called first has ended."""
-    warm_up(ctx)
+    exchange = dist.irecv if ctx.rank == 0 else dist.isend
+    x, y, message = (full(ctx, ctx.rank) for _ in range(3))
+    for each in (x, y):
+        dist.all_reduce(each)
+    exchange(message, 1 - ctx.rank).wait()
+    torch.accelerator.synchronize()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     if ctx.rank == 0:
-        dist.group.WORLD._add_ephemeral_timeout(timedelta(seconds=30))
+        dist.group.WORLD._get_backend(ctx.device)._add_ephemeral_timeout(timedelta(seconds=30))
     else:
         time.sleep(3)
-    tensors = [full(ctx, ctx.rank) for _ in range(3)]
     with dist._coalescing_manager(device=ctx.device, async_ops=True) as block:
-        for x in tensors[:2]:
-            dist.all_reduce(x)
-    work = dist.all_reduce(tensors[2], async_op=True)
+        for each in (x, y):
+            dist.all_reduce(each)
+    work = exchange(message, 1 - ctx.rank)  # which does not queue behind the batch
     block.wait()
     work.wait()
-    for x in tensors:
-        is_all(ctx, x, sum(range(ctx.size)))
+    is_all(ctx, x, ctx.size * sum(range(ctx.size)))
+    is_all(ctx, message, 1)
 
 
 @pytest.mark.skipif(

@@ -186,6 +186,31 @@ def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str
     return text, took
 
 
+def interrupted_at_first(ctx: Ctx) -> tuple[str, float]:
+    """Ctrl-C while rank 0 waits for the first collective: the next ones of the group must not be
+    taken for it."""
+    store = ctx.store("interrupted")
+    if ctx.rank == 1:
+        store.wait(["done"], timedelta(seconds=40))
+        return text_of_failure(ctx)
+    started = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        dist.all_reduce(full(ctx, 1))
+        ctx.fail("it came back as if nothing had happened")
+    except KeyboardInterrupt:
+        pass
+    took = time.monotonic() - started
+    store.set("done", "")
+    return text_of_failure(ctx)[0], took
+
+
+def test_an_interrupt_of_the_first_collective(fresh_device_world):
+    for text, took in fresh_device_world(2, "nccl").run(interrupted_at_first):
+        assert "rank 0 was interrupted" in text, text
+        assert took < SOON
+
+
 def set_timeout(seconds: float) -> None:
     """Once the group is connected, which takes a GPU longer than what is to be seen."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

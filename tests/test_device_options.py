@@ -28,6 +28,18 @@ PATHS = ("nccl", "host")
 ERRORS = (RuntimeError, ValueError)
 
 
+@pytest.fixture
+def standin(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("needs the stand-in device")
+
+
+@pytest.fixture
+def scripted(request: pytest.FixtureRequest) -> None:
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("needs the stand-in in NCCL's place")
+
+
 def warm_up(ctx: Ctx) -> None:
     dist.all_reduce(full(ctx, 1))
     torch.accelerator.synchronize()
@@ -164,9 +176,7 @@ def registers_late(ctx: Ctx) -> None:
         dist.all_reduce(x)
 
 
-def test_registering_ends_by_the_groups_timeout(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("only the stand-in can be told to wait for its device")
+def test_registering_ends_by_the_groups_timeout(fresh_device_world, standin):
     fresh_device_world(2, "nccl").run(registers_late)
 
 
@@ -254,9 +264,7 @@ def allocator_around_ours(ctx: Ctx) -> None:
             accelerator.wrap_cpu_allocator()
 
 
-def test_an_allocator_around_ours(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("the allocator is a part of the stand-in")
+def test_an_allocator_around_ours(fresh_device_world, standin):
     fresh_device_world(1, "host").run(allocator_around_ours)
 
 
@@ -280,10 +288,24 @@ def callback_that_throws(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_a_callback_that_throws(device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("the callback is a part of the stand-in")
+def test_a_callback_that_throws(device_world, standin):
     device_world.run(callback_that_throws)
+
+
+def future_of_rows(ctx: Ctx) -> None:
+    """A list for each rank, as on the CPU."""
+    mine = [full(ctx, ctx.rank), full(ctx, 10 + ctx.rank)]
+    rows = [[full(ctx, -1) for _ in mine] for _ in range(ctx.size)]
+    found = dist.all_gather_coalesced(rows, mine, async_op=True).wait()
+    ctx.equal([len(row) for row in found], [2] * ctx.size)
+    for rank, (first, second) in enumerate(found):
+        is_all(ctx, first, rank)
+        is_all(ctx, second, 10 + rank)
+
+
+@pytest.mark.worlds(2)
+def test_a_future_of_rows(device_world):
+    device_world.run(future_of_rows)
 
 
 def completions(ctx: Ctx) -> None:
@@ -338,9 +360,7 @@ def completions(ctx: Ctx) -> None:
                 torch.accelerator.synchronize()
 
 
-def test_completion_hooks(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("its part in C++ is built for the stand-in")
+def test_completion_hooks(fresh_device_world, standin):
     if torch.__version__ < "2.15":
         pytest.skip("torch has them since 2.15")
     for path in PATHS:
@@ -394,9 +414,7 @@ def hooks_beside_a_broken_device(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_hooks_beside_a_broken_device(fresh_device_world, request, path):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to fail")
+def test_hooks_beside_a_broken_device(fresh_device_world, scripted, path):
     fresh_device_world(2, path).run(hooks_beside_a_broken_device)
 
 
@@ -455,9 +473,7 @@ def what_cpp_asks(ctx: Ctx) -> None:
                 torch.accelerator.synchronize()
 
 
-def test_what_cpp_asks_of_works(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("its part in C++ is built for the stand-in")
+def test_what_cpp_asks_of_works(fresh_device_world, standin):
     for path in PATHS:
         fresh_device_world(2, path).run(what_cpp_asks)
 
@@ -487,6 +503,37 @@ def test_helper_threads(device_world):
 
 
 # --- waiting
+
+
+def extended_batch(ctx: Ctx) -> None:
+    """An ephemeral timeout lasts until the batch that was called first has ended."""
+    exchange = dist.irecv if ctx.rank == 0 else dist.isend
+    x, y, message = (full(ctx, ctx.rank) for _ in range(3))
+    for each in (x, y):
+        dist.all_reduce(each)
+    exchange(message, 1 - ctx.rank).wait()
+    torch.accelerator.synchronize()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    if ctx.rank == 0:
+        dist.group.WORLD._get_backend(ctx.device)._add_ephemeral_timeout(timedelta(seconds=30))
+    else:
+        time.sleep(3)
+    with dist._coalescing_manager(device=ctx.device, async_ops=True) as block:
+        for each in (x, y):
+            dist.all_reduce(each)
+    work = exchange(message, 1 - ctx.rank)  # which does not queue behind the batch
+    block.wait()
+    work.wait()
+    is_all(ctx, x, ctx.size * sum(range(ctx.size)))
+    is_all(ctx, message, 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "_add_ephemeral_timeout"), reason="torch has it since 2.14"
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_an_extended_batch(fresh_device_world, path):
+    fresh_device_world(2, path).run(extended_batch)
 
 
 def waits_with_timeout(ctx: Ctx, how: str) -> None:
@@ -671,9 +718,7 @@ def told_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str
     ],
     ids=lambda value: value if isinstance(value, str) and value.isupper() else "",
 )
-def test_ranks_that_do_not_fit(fresh_device_world, request, variable, values, text, kind):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("needs the stand-in in NCCL's place")
+def test_ranks_that_do_not_fit(fresh_device_world, scripted, variable, values, text, kind):
     world = fresh_device_world(2, "nccl", init=False)
     for answer in world.run(told_differently, variable, values, kind):
         assert answer.startswith("mycoll group '0': ") and text in answer, answer
@@ -694,9 +739,7 @@ def shared_gpu(ctx: Ctx) -> None:
         ctx.equal(group._get_backend(ctx.device).device_transport(), path)
 
 
-def test_ranks_that_share_a_gpu(fresh_device_world, request):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("needs the stand-in in NCCL's place")
+def test_ranks_that_share_a_gpu(fresh_device_world, scripted):
     world = fresh_device_world(2, "nccl", init=False)
     world.run(shared_gpu)
     warned = [member.log_tail().count("through host memory") for member in world.members]
@@ -730,9 +773,7 @@ def old_gpu(ctx: Ctx) -> None:
     is_all(ctx, x, ctx.size)
 
 
-def test_an_old_gpu(fresh_device_world, request):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("needs the stand-in in NCCL's place")
+def test_an_old_gpu(fresh_device_world, scripted):
     fresh_device_world(2, "nccl", init=False).run(old_gpu)
 
 
@@ -750,10 +791,7 @@ def old_library(ctx: Ctx) -> None:
     is_all(ctx, x, sum(range(ctx.size)))
 
 
-def test_an_old_library(fresh_device_world, request):
-    kind = request.config.getoption("--device")
-    if kind != "standin" or not device.is_scripted(kind):
-        pytest.skip("needs the stand-in in NCCL's place, and no CUDA")
+def test_an_old_library(fresh_device_world, standin, scripted):
     fresh_device_world(2, "nccl", init=False).run(old_library)
 
 
@@ -769,7 +807,5 @@ def another_library(ctx: Ctx) -> None:
     is_all(ctx, x, sum(range(ctx.size)))
 
 
-def test_another_library(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("beside torch's own there is room for the stand-in only")
+def test_another_library(fresh_device_world, standin):
     fresh_device_world(2, "nccl", init=False).run(another_library)

@@ -289,6 +289,69 @@ def test_the_timeout_and_subgroups_follow_the_generation() -> None:
 
 
 @needs_reconfigure
+def test_subgroups_are_counted_anew_in_each_generation() -> None:
+    """The ranks of a generation come from others, in which they made different subgroups."""
+    groups = elastic(3)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    reconfigure_all(groups, [0, 1, 2], 1)
+    for name in ("first", "second"):
+        on_all(lambda i, name=name: groups[i].split_group([0, 1], group_name=name), 3)
+    on_all(lambda i: backends[i].shrink([2], 0, None), 2)
+    reconfigure_all(groups, [0, 2], 2)
+    parts = on_all(lambda i: groups[2 * i].split_group([0, 1], group_name="third"), 2)
+    assert on_all(lambda i: total(parts[i], 1.0), 2) == [2.0] * 2
+    shrunk = on_all(lambda i: backends[2 * i].shrink([], 0, None), 2)
+    assert [each.size() for each in shrunk] == [2, 2]
+
+
+@needs_reconfigure
+def test_calls_of_other_threads_belong_to_one_generation() -> None:
+    """Their lists have a tensor for each rank; the number of ranks changes meanwhile."""
+    groups = elastic(3)
+    reconfigure_all(groups, [0, 1, 2], 1)
+    is_over = threading.Event()
+    errors: list[Exception] = []
+
+    def gather(group: Any, ranks: int) -> None:
+        while not is_over.is_set():
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.asyncOp = False
+            options.timeout = timedelta(milliseconds=50)
+            try:
+                outputs = [torch.zeros(64) for _ in range(ranks)]
+                group._get_backend(torch.device("cpu")).allgather(
+                    [outputs], [torch.ones(64)], options
+                )
+            except (dist.DistBackendError, mycoll.ArgumentError):
+                pass
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=gather, args=(groups[i], 2 + i)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for uuid in range(2, 12):
+            reconfigure_all(groups, [0, 1, 2][: 2 + uuid % 2], uuid)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    reconfigure_all(groups, [0, 1, 2], 20)
+    assert on_all(lambda i: total(groups[i], 1.0), 3) == [3.0] * 3
+
+
+@needs_reconfigure
+def test_a_merged_group_has_its_ranks() -> None:
+    """Although its parent is one whose ranks change."""
+    groups = elastic(2)
+    store = dist.HashStore()
+    merged = on_all(lambda i: groups[i].merge_remote_group(store, 2, PATIENCE, "merged"), 2)
+    assert on_all(lambda i: total(merged[i], 1.0), 2) == [2.0] * 2
+
+
+@needs_reconfigure
 def test_messages_and_windows_end_with_their_generation() -> None:
     groups = elastic(3)
     reconfigure_all(groups, [0, 1, 2], 1)

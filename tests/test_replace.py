@@ -428,9 +428,7 @@ def body(rank):
         (allgather([[t] * 2] * 2, [t]), "requires input/output tensor lists to have the same"),
         (allgather([[t]], [t]), "invalid output tensor list"),
         (allgather([[t, wide]], [t]), "invalid tensor type"),
-        (allgather([[t, long]], [t]), "invalid tensor size"),
-        (columns([[t], [long]]), "invalid size of output tensor at index 0"),
-        (columns([[wide], [t]]), "invalid tensor type at index 0"),
+        (columns([[wide], [t]]), "invalid tensor type"),
         (columns([[t]] * 3), "output lists should be equal to world size"),
     ):
         try:
@@ -443,6 +441,32 @@ def body(rank):
 on_all(body)
 """,
         replace=replace,
+    )
+
+
+def test_ranks_gather_uneven_shapes() -> None:
+    """gloo refuses tensors of unequal shapes. Here all_gather_object needs them: its pickles are
+    longer than the first message, and differ in length."""
+    run(
+        """
+        dist.init_process_group("gloo")
+        assert ours(dist.group.WORLD)
+        objects = [bytes(range(256)) * 40 * (1 + each) for each in range(size)]
+        found = [None] * size
+        for mine in (objects[rank], objects[size - 1 - rank]):
+            dist.all_gather_object(found, mine)
+            assert found == (objects if mine is objects[rank] else objects[::-1])
+        outputs = [torch.zeros(1 + each, 2) for each in range(size)]
+        dist.all_gather(outputs, torch.full((1 + rank, 2), float(rank)))
+        for each, output in enumerate(outputs):
+            assert output.tolist() == [[each] * 2] * (1 + each), output
+        rows = [[torch.zeros(1 + each), torch.zeros(2)] for each in range(size)]
+        dist.all_gather_coalesced(rows, [torch.full((1 + rank,), float(rank)), torch.ones(2)])
+        for each, row in enumerate(rows):
+            assert [x.tolist() for x in row] == [[each] * (1 + each), [1, 1]], row
+        dist.destroy_process_group()
+        """,
+        ranks=RANKS,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +40,30 @@ def sparse_sums(ctx: Ctx) -> None:
 @pytest.mark.worlds(1, 2, 4)
 def test_sparse_all_reduce(world):
     world.run(sparse_sums)
+
+
+def test_without_memory_for_the_sum() -> None:
+    """The operation fails, and the process goes on."""
+    program = """
+import resource, torch, torch.distributed as dist, mycoll
+group = mycoll.process_group(dist.HashStore(), 0, 1)
+x = torch.sparse_coo_tensor([[0]], torch.ones(1, 1 << 26), (4, 1 << 26)).coalesce()
+group.allreduce([torch.sparse_coo_tensor([[0]], [1.0], (4,))]).wait()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+try:
+    group.allreduce([x]).wait()
+except RuntimeError as error:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    print(error)
+y = torch.ones(1)
+mycoll.process_group(dist.HashStore(), 0, 1).allreduce([y]).wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "adding up sparse tensors failed" in ended.stdout
 
 
 def sparse_refused(ctx: Ctx) -> None:

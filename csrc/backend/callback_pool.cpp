@@ -1,12 +1,9 @@
 #include "backend/callback_pool.h"
 
-#include <condition_variable>
-#include <deque>
 #include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "backend/errors.h"
 #include "base/log.h"
@@ -14,26 +11,10 @@
 #include "base/os.h"
 
 namespace mycoll {
-
-struct CallbackPool::Workers {
-  Mutex mutex;
-  std::condition_variable posted;
-  std::condition_variable ended;
-  std::deque<std::function<void()>> tasks GUARDED_BY(mutex);
-  std::vector<std::shared_ptr<void>> dropped GUARDED_BY(mutex);
-  bool isDropping GUARDED_BY(mutex) = false;  // a task is posted that empties `dropped`
-  size_t idle GUARDED_BY(mutex) = 0;
-  size_t threads GUARDED_BY(mutex) = 0;
-  bool draining GUARDED_BY(mutex) = false;
-
-  // Releases the lock, which locks `mutex`, while a task runs.
-  void runTasks(MutexLock& lock) REQUIRES(mutex);
-  void serve();
-  void dropAll();
-};
-
 namespace {
+
 thread_local bool isPoolThread = false;
+
 }  // namespace
 
 bool CallbackPool::isHere() { return isPoolThread; }
@@ -61,18 +42,13 @@ void runCallbacks(c10d::OpType type, const std::function<void()>& complete) {
   }
 }
 
-CallbackPool& CallbackPool::get() {
-  static CallbackPool pool;
-  return pool;
-}
+CallbackPool& CallbackPool::get() { return perProcess<CallbackPool>(); }
 
-CallbackPool::Workers& CallbackPool::workers() { return perProcess<Workers>(); }
-
-void CallbackPool::Workers::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
-  while (!tasks.empty()) {
+void CallbackPool::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
+  while (!tasks_.empty()) {
     {
-      std::function<void()> next = std::move(tasks.front());
-      tasks.pop_front();
+      std::function<void()> next = std::move(tasks_.front());
+      tasks_.pop_front();
       lock.unlock();
       next();
     }  // the task's captures are dropped here, without the lock
@@ -80,23 +56,23 @@ void CallbackPool::Workers::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS 
   }
 }
 
-void CallbackPool::Workers::serve() {
+void CallbackPool::serve() {
   pthread_setname_np(pthread_self(), "mycoll-callback");
   isPoolThread = true;
-  MutexLock lock(mutex);
+  MutexLock lock(mutex_);
   while (true) {
     runTasks(lock);
-    if (draining) break;
-    ++idle;
+    if (isDraining_) break;
+    ++idle_;
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (tasks.empty() && !draining &&
-           posted.wait_until(lock.native(), end) != std::cv_status::timeout) {
+    while (tasks_.empty() && !isDraining_ &&
+           posted_.wait_until(lock.native(), end) != std::cv_status::timeout) {
     }
-    --idle;
-    if (tasks.empty()) break;
+    --idle_;
+    if (tasks_.empty()) break;
   }
-  --threads;
-  ended.notify_all();
+  --threads_;
+  ended_.notify_all();
 }
 
 void CallbackPool::post(std::function<void()> task) {
@@ -106,33 +82,32 @@ void CallbackPool::post(std::function<void()> task) {
 }
 
 bool CallbackPool::tryPost(std::function<void()>& task) {
-  Workers& pool = workers();
-  MutexLock lock(pool.mutex);
-  if (pool.idle <= pool.tasks.size()) {
+  MutexLock lock(mutex_);
+  if (idle_ <= tasks_.size()) {
     try {
       const SignalsBlocked blocked;
-      std::thread([&pool] { pool.serve(); }).detach();
-      ++pool.threads;
+      std::thread([this] { serve(); }).detach();
+      ++threads_;
     } catch (const std::system_error&) {
-      if (pool.threads == 0) return false;
+      if (threads_ == 0) return false;
       // An existing thread will run it later.
     }
   }
-  pool.tasks.push_back(std::move(task));
+  tasks_.push_back(std::move(task));
   lock.unlock();
-  pool.posted.notify_one();
+  posted_.notify_one();
   return true;
 }
 
-void CallbackPool::Workers::dropAll() {
-  MutexLock lock(mutex);
-  while (!dropped.empty()) {
-    std::vector<std::shared_ptr<void>> last = std::exchange(dropped, {});
+void CallbackPool::dropAll() {
+  MutexLock lock(mutex_);
+  while (!dropped_.empty()) {
+    std::vector<std::shared_ptr<void>> last = std::exchange(dropped_, {});
     lock.unlock();
     last.clear();
     lock.lock();
   }
-  isDropping = false;
+  isDropping_ = false;
 }
 
 namespace {
@@ -144,31 +119,28 @@ DropScope::~DropScope() { dropScope = outer_; }
 
 void CallbackPool::drop(std::shared_ptr<void> last) {
   if (dropScope != nullptr) return dropScope->dropped_.push_back(std::move(last));
-  Workers& pool = workers();
   {
-    MutexLock lock(pool.mutex);
-    pool.dropped.push_back(std::move(last));
-    if (std::exchange(pool.isDropping, true)) return;
+    MutexLock lock(mutex_);
+    dropped_.push_back(std::move(last));
+    if (std::exchange(isDropping_, true)) return;
   }
   try {
-    post([&pool] { pool.dropAll(); });
+    post([this] { dropAll(); });
   } catch (const std::bad_alloc&) {
-    MutexLock lock(pool.mutex);
-    pool.isDropping = false;  // the next call posts the task for all of them
+    MutexLock lock(mutex_);
+    isDropping_ = false;  // the next call posts the task for all of them
   }
 }
 
 bool CallbackPool::drain(std::chrono::milliseconds timeout) {
-  Workers& pool = workers();
-  MutexLock lock(pool.mutex);
-  pool.draining = true;
-  pool.posted.notify_all();
+  MutexLock lock(mutex_);
+  isDraining_ = true;
+  posted_.notify_all();
   const auto end = std::chrono::steady_clock::now() + timeout;
-  while (pool.threads != 0 &&
-         pool.ended.wait_until(lock.native(), end) != std::cv_status::timeout) {
+  while (threads_ != 0 && ended_.wait_until(lock.native(), end) != std::cv_status::timeout) {
   }
-  pool.draining = false;
-  return pool.threads == 0;
+  isDraining_ = false;
+  return threads_ == 0;
 }
 
 }  // namespace mycoll

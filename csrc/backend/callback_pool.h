@@ -14,9 +14,11 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
 
 #include "base/mutex.h"
 
@@ -60,7 +62,7 @@ class DropScope {
 
 class CallbackPool {
  public:
-  // The pool of the process. Never destroyed.
+  // The pool of the process: see perProcess().
   static CallbackPool& get();
 
   // Whether this thread belongs to the pool.
@@ -81,9 +83,20 @@ class CallbackPool {
   bool drain(std::chrono::milliseconds timeout);
 
  private:
-  CallbackPool() = default;
-  struct Workers;
-  static Workers& workers();
+  // Releases the lock, which locks mutex_, while a task runs.
+  void runTasks(MutexLock& lock) REQUIRES(mutex_);
+  void serve();
+  void dropAll();
+
+  Mutex mutex_;
+  std::condition_variable posted_;
+  std::condition_variable ended_;
+  std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<void>> dropped_ GUARDED_BY(mutex_);
+  bool isDropping_ GUARDED_BY(mutex_) = false;  // a task is posted that empties dropped_
+  size_t idle_ GUARDED_BY(mutex_) = 0;
+  size_t threads_ GUARDED_BY(mutex_) = 0;
+  bool isDraining_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mycoll

@@ -20,41 +20,43 @@ bool MycollBackend::isCoalescing() const {
 }
 
 void MycollBackend::startCoalescing() {
-  const CallerInfo caller = enter("_coalescing_manager");
-  const void* owner = coalescingThread_.load(std::memory_order_acquire);
-  if (owner != nullptr && owner != thisThread()) {
+  const UserCall caller = enter("_coalescing_manager");
+  dropCoalescing();  // left over if an exception ended a block that torch's manager did not open
+  const void* none = nullptr;
+  if (!coalescingThread_.compare_exchange_strong(none, thisThread())) {
     refuse(caller, "another thread is coalescing operations of this group");
   }
-  dropCoalescing();  // left over if an exception ended a block that torch's manager did not open
-  coalescingThread_.store(thisThread(), std::memory_order_release);
+  block_.generation = generations_.pinned();
 }
 
 MycollBackend::WorkPtr MycollBackend::endCoalescing() {
-  const CallerInfo caller = enter("_coalescing_manager");
+  const UserCall caller = enter("_coalescing_manager");
   if (!isCoalescing()) refuse(caller, "nothing was started that could end here");
-  std::vector<WorkPtr> works = std::exchange(coalesced_, {});
-  std::vector<CoalescedMessage> messages = std::exchange(coalescedMessages_, {});
+  Block block = std::exchange(block_, {});
   coalescingThread_.store(nullptr, std::memory_order_release);
-  for (CoalescedMessage& each : messages) {
+  for (Coalesced& each : block.messages) {
     each.request.given = each.inputs;
-    works.push_back(launchNow(each.request, each.outputs));
+    block.works.push_back(launchNow(each.request, each.outputs));
   }
-  const auto device = generations_.device();
-  if (device && device->hasBatch()) {
+  if (!block.onDevice.empty()) {
+    const auto extensions = std::make_shared<std::vector<std::shared_ptr<void>>>();
+    for (Coalesced& each : block.onDevice) {
+      if (each.request.extension) extensions->push_back(std::move(each.request.extension));
+    }
+    auto extras = deviceExtras(caller, c10d::OpType::COALESCED, CallbackOrder::here(callbacks_),
+                               extensions->empty() ? nullptr : extensions);
     WorkPtr onDevice =
-        device->endBatch(deviceExtras(c10d::OpType::COALESCED, CallbackOrder::here(callbacks_)));
-    if (works.empty()) return withHooks(std::move(onDevice), /*isTimed=*/false);
-    works.push_back(std::move(onDevice));
+        block.generation.device->launchBatch(std::move(block.onDevice), std::move(extras));
+    if (block.works.empty()) return withHooks(std::move(onDevice));
+    block.works.push_back(std::move(onDevice));
   }
-  return withHooks(c10::make_intrusive<CoalescedWork>(std::move(works)), /*isTimed=*/false);
+  return withHooks(c10::make_intrusive<CoalescedWork>(std::move(block.works)));
 }
 
 // Collectives on the CPU have been submitted already, and continue: every rank must take part.
 void MycollBackend::dropCoalescing() {
   if (!isCoalescing()) return;
-  coalesced_.clear();
-  coalescedMessages_.clear();
-  if (const auto device = generations_.device()) device->dropBatch();
+  block_ = {};
   coalescingThread_.store(nullptr, std::memory_order_release);
 }
 

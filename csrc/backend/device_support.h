@@ -1,9 +1,8 @@
 // DeviceSupport: the interface through which a group handles tensors on devices. csrc/device
 // implements it, bindings/ passes it in, and backend/ knows only this.
 //
-// Thread contract: [any thread], without the GIL. Between addToBatch() and endBatch() the calls
-// come from one thread, as in MycollBackend. Lifetimes: held by the backend, by works and, while it
-// is busy, by a thread of its own.
+// Thread contract: [any thread], without the GIL. Lifetimes: held by the backend, by works and,
+// while it is busy, by a thread of its own.
 #pragma once
 
 #include <chrono>
@@ -42,11 +41,8 @@ class DeviceSupport {
   // Carries out the request. Returns a Work, or null if there is nothing left to wait for on the
   // caller's stream.
   virtual WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) = 0;
-  // endBatch() launches the requests of a batch together.
-  virtual void addToBatch(Request request, at::TensorList outputs) = 0;
-  virtual bool hasBatch() const = 0;
-  virtual WorkPtr endBatch(Extras extras) = 0;  // only if hasBatch()
-  virtual void dropBatch() = 0;
+  // Launches the requests, of which there is at least one, together.
+  virtual WorkPtr launchBatch(std::vector<Coalesced> batch, Extras extras) = 0;
 
   // For a barrier: becomes ready when everything is over that was enqueued on this thread's current
   // streams, or by this group. Null: there is nothing to wait for.
@@ -86,6 +82,8 @@ class DeviceSupport {
   virtual Status drain(Deadline deadline) const = 0;
   // Waits for pending operations, at most until the deadline, and leaves the group. Idempotent.
   virtual void close(Deadline deadline) = 0;
+  // Only when closed: its groups of the engine no longer hear from other ranks.
+  virtual void detach() = 0;
 };
 
 // The reason why groups of this process have no DeviceSupport, as the end of an error message. Set

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "backend/callback_pool.h"
+#include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
 
@@ -87,6 +88,16 @@ bool isCalledByPython() { return python.holdsGil != nullptr && python.holdsGil()
 
 bool mayHaveOtherThreads() {
   return python.mayHaveOtherThreads != nullptr && python.mayHaveOtherThreads();
+}
+
+uint32_t callSiteOfWaiter() {
+  if (!python.findCallSite || Env::process().callSites == CallSites::kNever) return 0;
+  return isMainThread() ? python.findCallSite() : 0;
+}
+
+uint32_t callSiteOfCall() {
+  static const bool isWanted = Env::process().callSites == CallSites::kAlways;
+  return isWanted && python.findCallSite ? python.findCallSite() : 0;
 }
 
 void beginExit() { exiting.store(pthread_self(), std::memory_order_release); }

@@ -81,6 +81,9 @@ struct PythonHooks {
   // Describes the exception that this thread is handling, for the other ranks; "" if there is none.
   // Takes the GIL.
   std::string (*reasonToLeave)() = nullptr;
+  // Finds the place in the program that called: returns a number from BlackBox::intern(), or 0 if
+  // there is none (a thread that Python does not know). Takes the GIL.
+  uint32_t (*findCallSite)() = nullptr;
 };
 void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();
@@ -90,6 +93,11 @@ bool isMainThread();
 // Whether Python made the call that this thread is in; false for calls by torch's own C++.
 bool isCalledByPython();
 bool mayHaveOtherThreads();
+// Returns the place of the call that this thread is in, for operations that wait or have failed.
+// Known only in Python's main thread, which takes the GIL anyway to handle signals.
+uint32_t callSiteOfWaiter();
+// Returns the place of any call if MYCOLL_CALL_SITES=always; otherwise 0, at little cost.
+uint32_t callSiteOfCall();
 
 // Called on the thread that is about to end the interpreter. From then on, other threads that are
 // in a call of mycoll, or make one, do not return (stayIfExiting): they would take the GIL, and

@@ -4,34 +4,11 @@
 namespace mycoll {
 namespace {
 
-// Refuses what gloo refuses and mycoll would accept, in gloo's words.
-void checkAsGloo(const CallerInfo& caller, const std::vector<std::vector<at::Tensor>>& outputs,
-                 const std::vector<at::Tensor>& inputs) {
-  for (const std::vector<at::Tensor>& row : outputs) {
-    for (size_t i = 0; i < row.size(); ++i) {
-      if (row[i].sizes() != inputs[i].sizes()) {
-        refuse(caller, "invalid size of output tensor at index ", i,
-               ": it must be that of the input, ", inputs[i].sizes(), ", but is ", row[i].sizes());
-      }
-      if (row[i].scalar_type() != inputs[i].scalar_type()) {
-        refuse(caller, "invalid tensor type at index ", i, ": it must be that of the input, ",
-               inputs[i].scalar_type(), ", but is ", row[i].scalar_type());
-      }
-    }
-  }
-}
-
-// Ranks may pass different shapes: every rank knows all of them from its outputs. areAlike: all
-// shapes must be equal.
+// Ranks may pass different shapes: every rank knows all of them from its outputs.
 void addAllGatherList(Request& request, const std::vector<at::Tensor>& outputs,
-                      const at::Tensor& input, bool areAlike) {
-  const Argument inputArgument{"tensor"};
-  checkPerRank(request.caller, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true,
-               "invalid output tensor list");
-  for (size_t i = 0; areAlike && i < outputs.size(); ++i) {
-    checkSameShape(request.caller, Argument{"tensor_list", static_cast<int64_t>(i)}, outputs[i],
-                   inputArgument, input);
-  }
+                      const at::Tensor& input) {
+  checkPerRank(request.caller, "tensor_list", outputs, Argument{"tensor"}, input,
+               /*areOutputs=*/true, "invalid output tensor list");
   Spans out = request.outputs(outputs);
   request.addCall(OpKind::kAllGather, input, {request.input(input)}, std::move(out));
 }
@@ -95,7 +72,7 @@ std::vector<at::Tensor> addAllGatherOfSeveral(Request& request,
 
 MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                 const c10d::AllgatherOptions& opts) {
-  const CallerInfo caller = enter("all_gather");
+  const UserCall caller = enter("all_gather");
   if (inputs.empty()) refuse(caller, "requires non-empty input tensor list: no tensor came");
   checkListForEach(caller, outputs, inputs);
   Request request(caller, c10d::OpType::ALLGATHER, opts);
@@ -103,13 +80,13 @@ MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& i
     return run(request, inputs, addAllGatherOfSeveral(request, outputs, inputs));
   }
   checkTensor(caller, Argument{"tensor"}, inputs.front());
-  addAllGatherList(request, outputs.front(), inputs.front(), /*areAlike=*/shown_ != nullptr);
+  addAllGatherList(request, outputs.front(), inputs.front());
   return run(request, inputs, outputs.front());
 }
 
 MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::AllgatherOptions& opts) {
-  const CallerInfo caller = enter("all_gather_into_tensor");
+  const UserCall caller = enter("all_gather_into_tensor");
   Request request(caller, c10d::OpType::_ALLGATHER_BASE, opts);
   addAllGatherInto(request, output, input, /*index=*/-1);
   return run(request, input, output);
@@ -117,7 +94,7 @@ MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Te
 
 MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inputs,
                                              const c10d::GatherOptions& opts) {
-  const CallerInfo caller = enter("gather");
+  const UserCall caller = enter("gather");
   const at::Tensor& input = single(caller, "tensor", inputs, "input tensor");
   checkRoot(caller, "dst", opts.rootRank);
   checkTensor(caller, Argument{"tensor"}, input);
@@ -132,28 +109,27 @@ MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inpu
 
 MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& opts) {
-  const CallerInfo caller = enter("all_gather_coalesced");
+  const UserCall caller = enter("all_gather_coalesced");
   if (inputs.empty()) refuse(caller, "input_tensor_list must hold a tensor, but it is empty");
   // output_tensor_lists[rank][i] receives inputs[i] of that rank.
-  if (outputs.size() != static_cast<size_t>(size_)) {
+  if (outputs.size() != static_cast<size_t>(caller.ranks)) {
     refuse(caller,
            "output lists should be equal to world size: output_tensor_lists must "
            "hold one list for each of the ",
-           size_, " ranks, but it holds ", outputs.size());
+           caller.ranks, " ranks, but it holds ", outputs.size());
   }
   for (size_t rank = 0; rank < outputs.size(); ++rank) {
     if (outputs[rank].size() == inputs.size()) continue;
     refuse(caller, "output_tensor_lists[", rank, "] must hold one tensor for each of the ",
            inputs.size(), " inputs, but it holds ", outputs[rank].size());
   }
-  if (shown_ != nullptr) checkAsGloo(caller, outputs, inputs);
   Request request(caller, c10d::OpType::ALLGATHER_COALESCED, opts);
   request.perList = inputs.size();
   for (size_t i = 0; i < inputs.size(); ++i) {
     checkTensor(caller, Argument{"input_tensor_list", static_cast<int64_t>(i)}, inputs[i]);
     Tensors column;
     for (const Tensors& row : outputs) column.push_back(row[i]);
-    addAllGatherList(request, column, inputs[i], /*areAlike=*/shown_ != nullptr);
+    addAllGatherList(request, column, inputs[i]);
   }
   Tensors results;
   for (const Tensors& row : outputs) results.insert(results.end(), row.begin(), row.end());
@@ -162,7 +138,7 @@ MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, 
 
 MycollBackend::WorkPtr MycollBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  const CallerInfo caller = enter("all_gather_into_tensor_coalesced");
+  const UserCall caller = enter("all_gather_into_tensor_coalesced");
   checkPairs(caller, outputs, inputs);
   Request request(caller, c10d::OpType::COALESCED, opts);
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -31,13 +31,32 @@ Status Generation::error() const {
   return device ? device->error() : communicator ? communicator->error() : why;
 }
 
+uint64_t Generation::sequence() const {
+  return (communicator ? communicator->sequence() : 0) + (device ? device->sequence() : 0);
+}
+
 void Generation::end(Deadline deadline, const std::string& reason) const {
+  const bool hasFailed = !error().ok();
   if (device) device->close(deadline);
   if (communicator) communicator->close(deadline, reason);
+  if (!hasFailed) return;
+  if (device) device->detach();
+  if (communicator) communicator->mailbox().detach();
+}
+
+const std::shared_ptr<Communicator>& UserCall::communicator() const {
+  if (!generation.communicator) {
+    throwIfFailed(generation.why);
+    throwStatus(Status(Code::kInvalidArgument,
+                       "mycoll group '" + *group +
+                           "': it was made with enable_reconfigure and has no ranks yet: call "
+                           "reconfigure() first"));
+  }
+  return generation.communicator;
 }
 
 Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> options,
-                         DeviceFactory makeDevice, std::shared_ptr<Communicator> communicator,
+                         DeviceFactory makeDevice, Generation first,
                          std::unique_ptr<Endpoint> endpoint)
     : name_(std::move(name)),
       options_(std::move(options)),
@@ -45,13 +64,14 @@ Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> opt
       endpoint_(std::move(endpoint)),
       abortHooks_(std::make_shared<HookTable<>>()),
       timeout_(options_->timeout.count()) {
-  if (communicator) replace(make(std::move(communicator)));
+  replace(first.communicator ? make(std::move(first.communicator)) : std::move(first));
 }
 
 Generation Generations::make(std::shared_ptr<Communicator> communicator) const {
   communicator->setTimeout(timeout());
   auto device = makeDevice_ ? makeDevice_(name_, communicator, options_) : nullptr;
-  return {std::move(communicator), std::move(device), Status()};
+  const int rank = communicator->rank(), ranks = communicator->ranks();
+  return {std::move(communicator), std::move(device), Status(), rank, ranks};
 }
 
 Generation Generations::current() const {
@@ -68,31 +88,19 @@ void Generations::replace(Generation next) {
 }
 
 // Small calls need no lock and no reference if the generation never changes.
-template <typename Part>
-std::shared_ptr<Part> Generations::pin(std::shared_ptr<Part> Generation::* part) const
-    NO_THREAD_SAFETY_ANALYSIS {
-  if (!endpoint_) return {std::shared_ptr<void>(), (current_.*part).get()};
-  return current().*part;
-}
-
-std::shared_ptr<Communicator> Generations::communicator() const {
-  std::shared_ptr<Communicator> now = pin(&Generation::communicator);
-  if (!now) {
-    throwIfFailed(current().why);
-    throwStatus(Status(Code::kInvalidArgument,
-                       "mycoll group '" + name_ +
-                           "': it was made with enable_reconfigure and has no ranks yet: call "
-                           "reconfigure() first"));
-  }
-  return now;
+Generation Generations::pinned() const NO_THREAD_SAFETY_ANALYSIS {
+  if (endpoint_) return current();
+  const auto pin = [](const auto& part) {
+    return std::decay_t<decltype(part)>(std::shared_ptr<void>(), part.get());
+  };
+  return {pin(current_.communicator), pin(current_.device), Status(), current_.rank,
+          current_.ranks};
 }
 
 std::shared_ptr<Communicator> Generations::kept(
     const std::shared_ptr<Communicator>& communicator) const NO_THREAD_SAFETY_ANALYSIS {
   return endpoint_ ? communicator : current_.communicator;
 }
-
-std::shared_ptr<DeviceSupport> Generations::device() const { return pin(&Generation::device); }
 
 c10::intrusive_ptr<MycollOptions> Generations::options() const {
   auto now = c10::make_intrusive<MycollOptions>(*options_);
@@ -115,9 +123,8 @@ void Generations::reconfigure(
   const std::string reason = "reconfigured (" + std::to_string(number) + ") without this rank";
   if (former.communicator && former.communicator->hasFailed()) {
     // It is of no use, and keeps its ranks' broken connections from being made again.
-    replace({nullptr, nullptr, former.communicator->error()});
+    replace({nullptr, nullptr, former.communicator->error(), former.rank, former.ranks});
     former.end(Deadline::after(kEndTimeout), reason);
-    former.communicator->mailbox().detach();
     former = {};
   }
   std::shared_ptr<Communicator> formed;

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "backend/device_support.h"
+#include "backend/generation.h"
 #include "backend/hook_table.h"
 #include "backend/options.h"
 #include "base/mutex.h"
@@ -34,35 +35,20 @@
 
 namespace mycoll {
 
-struct Generation {
-  std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
-  std::shared_ptr<DeviceSupport> device;       // null if there is no accelerator
-  Status why;
-
-  // The first cause if the generation has failed.
-  Status error() const;
-  // Waits for pending operations, at most until the deadline, and leaves the groups. The reason is
-  // sent to the other ranks; it may be empty.
-  void end(Deadline deadline, const std::string& reason) const;
-};
-
 class Generations {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // communicator: of the only generation; null if there is an endpoint. makeDevice: empty if there
-  // is no accelerator.
+  // first: the only generation; without a communicator if there is an endpoint. Its DeviceSupport
+  // is made here. makeDevice: empty if there is no accelerator.
   Generations(std::string name, c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice,
-              std::shared_ptr<Communicator> communicator, std::unique_ptr<Endpoint> endpoint);
+              Generation first, std::unique_ptr<Endpoint> endpoint);
 
   Generation current() const EXCLUDES(mutex_);
-  // Return what may be used until the caller's call returns. communicator() throws if there is
-  // none.
-  std::shared_ptr<Communicator> communicator() const;
-  std::shared_ptr<DeviceSupport> device() const;
-  // For what outlives the call: the same as communicator() returned, kept alive.
+  // The same, valid until the caller's call returns.
+  Generation pinned() const;
+  // For what outlives the call: a communicator of pinned(), kept alive.
   std::shared_ptr<Communicator> kept(const std::shared_ptr<Communicator>& communicator) const;
-  std::shared_ptr<Communicator> keptCommunicator() const { return kept(communicator()); }
 
   // The options of the group, with its present timeout: a copy.
   c10::intrusive_ptr<MycollOptions> options() const;
@@ -86,8 +72,6 @@ class Generations {
   // Sets the communicator's timeout, and makes the DeviceSupport.
   Generation make(std::shared_ptr<Communicator> communicator) const;
   void replace(Generation next) EXCLUDES(mutex_);
-  template <typename Part>
-  std::shared_ptr<Part> pin(std::shared_ptr<Part> Generation::* part) const;
 
   const std::string name_;
   const c10::intrusive_ptr<MycollOptions> options_;  // never changed: other threads read it

@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
@@ -46,20 +45,20 @@ MycollWork::Ops submit(Communicator& communicator, Request& request,
 
 // A group is shown with torch's name everywhere ("0" is the default group), and with its
 // description if it has one; torch sets that some time after the group was made.
-void MycollBackend::describeGroup() {
+void MycollBackend::describeGroup(const UserCall& caller) {
   isDescribed_.store(true, std::memory_order_relaxed);
   std::string description = pg_desc_ == "undefined" ? std::string() : pg_desc_;
   if (shown_) {
     description +=
         (description.empty() ? "in the place of " : ", in the place of ") + shown_->backend;
   }
-  generations_.communicator()->record().describe(description);
+  caller.communicator()->record().describe(description);
 }
 
 MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList inputs,
                                           at::TensorList outputs) {
   if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
-    describeGroup();
+    describeGroup(request.caller);
   }
   if (isProfiling()) [[unlikely]] {
     request.isProfiled = true;
@@ -83,14 +82,14 @@ std::string MycollBackend::describe(const Request& request) const {
 }
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs) {
-  const bool isTimed = isTimed_;
-  return withHooks(launchOnItsPath(request, outputs), isTimed);
+  return withHooks(launchOnItsPath(request, outputs));
 }
 
 #if MYCOLL_TORCH_HAS_COMPLETION_HOOKS
 // The key of a Work is its address: it is kept until the hooks have been called.
-MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work, bool isTimed) const {
+MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work) const {
   if (!work || completionHooks_->isEmpty()) return work;
+  const bool isTimed = isTimed_ && dynamic_cast<CoalescedWork*>(work.get()) == nullptr;
   work->getFutureResult()->addCallback(
       [hooks = completionHooks_, work, isTimed](c10::ivalue::Future& result) {
         if (result.value().toInt() != static_cast<int64_t>(c10d::WorkResult::SUCCESS)) return;
@@ -102,7 +101,7 @@ MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work, bool isTimed) cons
   return work;
 }
 #else
-MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work, bool) const { return work; }
+MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work) const { return work; }
 #endif
 
 MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::TensorList outputs) {
@@ -115,7 +114,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::Tens
     if (isCoalescing()) {
       request.async = true;  // the block's Work waits for it
       Tensors inputs = request.isProfiled ? request.given.vec() : Tensors();
-      coalescedMessages_.push_back({std::move(request), std::move(inputs), outputs.vec()});
+      block_.messages.push_back({std::move(request), std::move(inputs), outputs.vec()});
       return nullptr;
     }
   } else if (!callbacks_->isIdle()) [[unlikely]] {
@@ -130,9 +129,8 @@ MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::Tens
 
 MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList outputs) {
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
-  const std::shared_ptr<Communicator> communicator = generations_.communicator();
-  MycollWork::Ops ops = submit(*communicator, request, kept);
-  WorkPtr work = finishLaunch(communicator, request, outputs, std::move(ops));
+  MycollWork::Ops ops = submit(*request.caller.communicator(), request, kept);
+  WorkPtr work = finishLaunch(request, outputs, std::move(ops));
   // If the operations are done by now, the caller drops their memory.
   if (!request.async || kept.use_count() == 1) kept->dropHere();
   return work;
@@ -140,8 +138,8 @@ MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList
 
 MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
                                            CallbackOrder& order) {
-  const std::shared_ptr<Communicator> communicator = generations_.keptCommunicator();
-  auto work = makeWork(communicator, request, outputs, {}, describe(request));
+  const auto communicator = generations_.kept(request.caller.communicator());
+  auto work = makeWork(request, outputs, {}, describe(request));
   work->setEntry(
       order.hold([communicator, work, held = std::make_shared<Request>(std::move(request))] {
         const auto kept = std::make_shared<Kept>(std::move(held->keep));
@@ -150,10 +148,10 @@ MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outp
   return work;
 }
 
-DeviceSupport::Extras MycollBackend::deviceExtras(c10d::OpType type,
+DeviceSupport::Extras MycollBackend::deviceExtras(const UserCall& caller, c10d::OpType type,
                                                   std::shared_ptr<CallbackOrder> order,
                                                   std::shared_ptr<void> extension) {
-  const uint64_t sequence = hook_->isSet() ? getSequenceNumberForGroup() : 0;
+  const uint64_t sequence = hook_->isSet() ? caller.generation.sequence() : 0;
   auto whenOver = hook_->forDevice(type, sequence);
   if (extension) {
     whenOver = [extension = std::move(extension),
@@ -165,7 +163,7 @@ DeviceSupport::Extras MycollBackend::deviceExtras(c10d::OpType type,
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
-  const auto device = generations_.device();
+  const std::shared_ptr<DeviceSupport> device = request.caller.generation.device;
   if (!device) {
     refuse(request.caller, "there are tensors on ", request.device, ", but ", whyNoDevices());
   }
@@ -173,26 +171,25 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
   CallbackOrder::Ptr order = request.isMessage() ? nullptr : CallbackOrder::here(callbacks_);
   if (order && order->isBlocked()) awaitCallbacks(request, *order);
   if (isCoalescing()) {
-    device->addToBatch(std::move(request), outputs);
+    block_.onDevice.push_back({std::move(request), {}, outputs.vec()});
     return nullptr;
   }
   DeviceSupport::Extras extras =
-      deviceExtras(request.type, std::move(order), std::move(request.extension));
+      deviceExtras(request.caller, request.type, std::move(order), std::move(request.extension));
   return device->launch(request, outputs, std::move(extras));
 }
 
-MycollBackend::WorkPtr MycollBackend::finishLaunch(
-    const std::shared_ptr<Communicator>& communicator, Request& request, at::TensorList outputs,
-    MycollWork::Ops ops) {
+MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
+                                                   MycollWork::Ops ops) {
   if (request.async || hook_->isSet()) {
-    auto work = makeWork(generations_.kept(communicator), request, outputs, std::move(ops));
+    auto work = makeWork(request, outputs, std::move(ops));
     if (request.async) return work;
     work->wait();
     return nullptr;
   }
   const DropScope afterwards;
   for (const OpPtr& op : ops) {
-    const Status status = communicator->wait(op, Deadline::never());
+    const Status status = request.caller.communicator()->wait(op, Deadline::never());
     if (!status.ok()) stayIfExiting();
     throwIfFailed(status);
   }
@@ -200,8 +197,7 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(
   return nullptr;
 }
 
-c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(std::shared_ptr<Communicator> communicator,
-                                                       Request& request, at::TensorList outputs,
+c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::TensorList outputs,
                                                        MycollWork::Ops ops, std::string heldCall) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
@@ -217,10 +213,11 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(std::shared_ptr<Communica
     extras.profilingTitle = titleOf(request);
     extras.profiledInputs = request.given.vec();
   }
-  auto work = c10::make_intrusive<MycollWork>(std::move(communicator), request.type, std::move(ops),
-                                              outputs.vec(), std::move(extras));
+  auto work = c10::make_intrusive<MycollWork>(generations_.kept(request.caller.communicator()),
+                                              request.type, std::move(ops), outputs.vec(),
+                                              std::move(extras));
   work->start();
-  if (request.async && isCoalescing()) coalesced_.push_back(work);
+  if (request.async && isCoalescing()) block_.works.push_back(work);
   return work;
 }
 

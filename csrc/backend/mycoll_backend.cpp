@@ -9,7 +9,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
@@ -118,8 +117,8 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       groupName_(std::move(identity.name)),
       globalRanks_(std::move(identity.globalRanks)),
       shown_(std::move(identity.shown)),
-      generations_(groupName_, std::move(options), std::move(makeDevice), std::move(communicator),
-                   std::move(endpoint)),
+      generations_(groupName_, std::move(options), std::move(makeDevice),
+                   {std::move(communicator), nullptr, Status(), rank, size}, std::move(endpoint)),
       hook_(std::make_shared<CompletionHook>(groupName_)) {
   init();
   // torch versions convert numbers that are too large in different ways: sums follow the torch in
@@ -210,29 +209,28 @@ void MycollBackend::addEphemeralTimeout(const Milliseconds& timeout) {
 #endif
 
 void MycollBackend::eagerConnectSingleDevice(at::Device device) {
-  const CallerInfo caller = enter("init_process_group");
+  const UserCall caller = enter("init_process_group");
   if (device.is_cpu()) return;
   if (generations_.endpoint()) return;  // the ranks are not known yet
-  const auto support = generations_.device();
+  const auto& support = caller.generation.device;
   if (!support) refuse(caller, "device_id is ", device, ", but ", whyNoDevices());
   support->connect(device);
 }
 
 void MycollBackend::registerMemory(at::Device device, void* address, size_t bytes,
                                    bool isSymmetric) {
-  enter("register_mem_pool");
-  const auto support = generations_.device();
+  const auto support = enter("register_mem_pool").generation.device;
   if (support) support->registerMemory(device, address, bytes, isSymmetric);
 }
 
 void MycollBackend::deregisterMemory(void* address) {
-  enter("deregister_mem_pool");
-  if (const auto support = generations_.device()) support->deregisterMemory(address);
+  const auto support = enter("deregister_mem_pool").generation.device;
+  if (support) support->deregisterMemory(address);
 }
 
 int64_t MycollBackend::ncclComm() const {
-  const CallerInfo caller = enter("_comm_ptr");
-  const auto support = generations_.device();
+  const UserCall caller = enter("_comm_ptr");
+  const auto& support = caller.generation.device;
   void* const comm = support ? support->ncclComm() : nullptr;
   if (comm == nullptr) {
     refuse(caller,
@@ -244,13 +242,11 @@ int64_t MycollBackend::ncclComm() const {
 
 uint64_t MycollBackend::getSequenceNumberForGroup() {
   owner_.check(groupName_, "get_sequence_number");
-  const Generation now = generations_.current();
-  return (now.communicator ? now.communicator->sequence() : 0) +
-         (now.device ? now.device->sequence() : 0);
+  return generations_.current().sequence();
 }
 
 std::string MycollBackend::deviceTransport() const {
-  const auto support = generations_.device();
+  const auto support = generations_.current().device;
   return support ? support->path() : "";
 }
 
@@ -266,8 +262,8 @@ c10d::ErrorType MycollBackend::getError() {
 
 void MycollBackend::abort() {
   enter("abort");
-  const std::string reason = c10::str("rank ", rank_, " called abort()");
   const Generation now = generations_.current();
+  const std::string reason = c10::str("rank ", now.rank, " called abort()");
   if (now.device) {
     now.device->abort(reason);
   } else if (now.communicator) {
@@ -304,7 +300,7 @@ void MycollBackend::shutdown() {
 
 void MycollBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  const CallerInfo caller = enter("register_on_completion_hook");
+  const UserCall caller = enter("register_on_completion_hook");
   if (!hook_->set(std::move(hook))) refuse(caller, "a hook is registered already");
   onCompletionHook_ = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
     state->run(std::move(info));
@@ -324,13 +320,13 @@ void MycollBackend::waitForPendingWorks() {
 #if MYCOLL_TORCH_HAS_RECONFIGURE
 
 c10d::ReconfigureHandle MycollBackend::get_reconfigure_handle() const {
-  const CallerInfo caller = enter("get_reconfigure_handle");
+  const UserCall caller = enter("get_reconfigure_handle");
   if (!generations_.endpoint()) refuse(caller, kNotElastic);
   return generations_.endpoint()->handle();
 }
 
 MycollBackend::WorkPtr MycollBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
-  const CallerInfo caller = enter("reconfigure");
+  const UserCall caller = enter("reconfigure");
   if (!generations_.endpoint()) refuse(caller, kNotElastic);
   std::vector<std::string> handles;
   if (const auto* const inOrder = std::get_if<std::vector<std::string>>(&opts.handles)) {
@@ -342,30 +338,32 @@ MycollBackend::WorkPtr MycollBackend::reconfigure(const c10d::ReconfigureOptions
   }
   const Milliseconds timeout = opts.timeout.value_or(generations_.timeout());
   checkTimeout(caller, timeout);
+  {
+    // If they have failed, too, they keep broken connections from being made again.
+    c10::intrusive_ptr<MycollBackend> lastSplit, lastMerged;
+    const MutexLock lock(childMutex_);
+    std::swap(lastSplit, children_.lastSplit);
+    std::swap(lastMerged, children_.lastMerged);
+  }
   c10::intrusive_ptr<MycollWork> work;
   generations_.reconfigure(
       opts.uuid, handles, timeout, [&](const std::shared_ptr<Communicator>& next) {
-        rank_ = next->rank();
+        rank_ = next->rank();  // for torch; mycoll's own calls use their generation's
         size_ = next->ranks();
-        {
-          const MutexLock children(childMutex_);
-          lastSplit_.reset();
-          lastMerged_.reset();
-        }
-        isDescribed_ = false;
         work = c10::make_intrusive<MycollWork>(next, c10d::OpType::UNKNOWN, MycollWork::Ops(),
                                                Tensors(), MycollWork::Extras());
       });
+  isDescribed_ = false;
   work->start();
   return work;
 }
 
 #endif
 
-CallerInfo MycollBackend::enter(const char* function) const {
+UserCall MycollBackend::enter(const char* function) const {
   stayIfExiting();
   owner_.check(groupName_, function);
-  return CallerInfo{function, rank_, size_, &groupName_};
+  return isCoalescing() ? callOf(function, block_.generation) : callOf(function);
 }
 
 }  // namespace mycoll

@@ -88,8 +88,8 @@ class MycollBackend final : public c10d::Backend {
   static void closeAll(Milliseconds timeout, const std::string& reason);
 
   // "shm", "tcp", "shm+tcp" or "self".
-  std::string transport() const { return generations_.communicator()->transport(); }
-  std::string encryption() const { return generations_.communicator()->encryption(); }
+  std::string transport() const { return callOf("transport").communicator()->transport(); }
+  std::string encryption() const { return callOf("encryption").communicator()->encryption(); }
   // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
   // Memory that NCCL may use without copies: see DeviceSupport.
@@ -237,48 +237,56 @@ class MycollBackend final : public c10d::Backend {
  private:
   friend class MycollWindow;
 
-  // Throws in a forked child. Otherwise returns a description of the call, for error messages.
-  CallerInfo enter(const char* function) const;
+  // Throws in a forked child. Otherwise returns a description of the call, which runs in the
+  // current generation; in a block of coalesced calls, in the one in which the block began.
+  UserCall enter(const char* function) const;
+  UserCall callOf(const char* function) const { return callOf(function, generations_.pinned()); }
+  UserCall callOf(const char* function, Generation generation) const {
+    const int rank = generation.rank, ranks = generation.ranks;
+    return {{function, rank, ranks, &groupName_}, std::move(generation)};
+  }
   bool isForked() const { return !owner_.isHere(); }
 
   // The pg_options that the user passed, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+  // Of a group that is made with its ranks, whatever this one is. given: may be null.
+  c10::intrusive_ptr<MycollOptions> childOptions(
+      const c10::intrusive_ptr<MycollOptions>& given) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
   // Returns when all members have called it, with the same suffix: see Communicator::shrink().
   // given: the child's options, or null. shown: those of another backend, for Identity, or null.
   c10::intrusive_ptr<MycollBackend> childOf(
-      const std::vector<int>& members, const std::string& suffix, std::string name,
-      const c10::intrusive_ptr<MycollOptions>& given,
+      const UserCall& caller, const std::vector<int>& members, const std::string& suffix,
+      std::string name, const c10::intrusive_ptr<MycollOptions>& given,
       const c10::intrusive_ptr<c10d::Backend::Options>& shown);
   // Submits the calls, and waits for them unless the request is asynchronous; to torch, a null Work
   // means "done". inputs: for the profiler. outputs: the value of Work.result() and of its future.
   WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
-  void describeGroup();
+  void describeGroup(const UserCall& caller);
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   std::string titleOf(const Request& request) const;
   WorkPtr launch(Request& request, at::TensorList outputs);
   WorkPtr launchOnItsPath(Request& request, at::TensorList outputs);
-  // Returns the Work, and calls the completion hooks when it is over. isTimed: it has a duration.
-  WorkPtr withHooks(WorkPtr work, bool isTimed) const;
+  // Returns the Work, and calls the completion hooks when it is over.
+  WorkPtr withHooks(WorkPtr work) const;
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr launchNow(Request& request, at::TensorList outputs);
-  WorkPtr finishLaunch(const std::shared_ptr<Communicator>& communicator, Request& request,
-                       at::TensorList outputs, MycollWork::Ops ops);
+  WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops);
   // Waits until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   // For an asynchronous collective: submits it when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, CallbackOrder& order);
   // heldCall: see MycollWork::Extras.
-  c10::intrusive_ptr<MycollWork> makeWork(std::shared_ptr<Communicator> communicator,
-                                          Request& request, at::TensorList outputs,
+  c10::intrusive_ptr<MycollWork> makeWork(Request& request, at::TensorList outputs,
                                           MycollWork::Ops ops, std::string heldCall = {});
   std::string describe(const Request& request) const;
   Milliseconds timeoutOf(const Request& request) const {
     return request.timeout > Milliseconds(0) ? request.timeout : generations_.timeout();
   }
-  DeviceSupport::Extras deviceExtras(c10d::OpType type, std::shared_ptr<CallbackOrder> order,
-                                     std::shared_ptr<void> extension = nullptr);
+  DeviceSupport::Extras deviceExtras(const UserCall& caller, c10d::OpType type,
+                                     std::shared_ptr<CallbackOrder> order,
+                                     std::shared_ptr<void> extension);
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
@@ -302,27 +310,32 @@ class MycollBackend final : public c10d::Backend {
 
   bool isCoalescing() const;
 
-  // The thread that is between startCoalescing() and endCoalescing(); only it uses the lists.
+  // The thread that is between startCoalescing() and endCoalescing(); only it uses block_.
   std::atomic<const void*> coalescingThread_{nullptr};
-  std::vector<WorkPtr> coalesced_;
-  // A message that begins at the end of the block.
-  struct CoalescedMessage {
-    Request request;
-    Tensors inputs;  // if it is profiled
-    Tensors outputs;
+  struct Block {
+    Generation generation;
+    std::vector<WorkPtr> works;
+    // These begin at the end of the block.
+    std::vector<Coalesced> messages;
+    std::vector<Coalesced> onDevice;
   };
-  std::vector<CoalescedMessage> coalescedMessages_;
+  Block block_;
 
-  std::atomic<int> shrinks_{0};  // how often shrink() was called
-
+  // The groups that were made from a generation.
+  struct Children {
+    uint64_t parent = 0;                     // context of the generation's communicator
+    std::map<std::vector<int>, int> splits;  // how often each list of members was split off
+    int shrinks = 0;                         // how often shrink() was called
+    // The last groups made, kept because torch asks for them again for the next device. Weak
+    // pointers would not do: c10's prevent the object from being destroyed.
+    c10::intrusive_ptr<MycollBackend> lastSplit;
+    c10::intrusive_ptr<MycollBackend> lastMerged;
+    c10::intrusive_ptr<c10d::Store> lastMergedBy;
+  };
   Mutex childMutex_;
-  // How often each list of members was split off.
-  std::map<std::vector<int>, int> splits_ GUARDED_BY(childMutex_);
-  // The last groups made, kept because torch asks for them again for the next device. Weak pointers
-  // would not do: c10's prevent the object from being destroyed.
-  c10::intrusive_ptr<MycollBackend> lastSplit_ GUARDED_BY(childMutex_);
-  c10::intrusive_ptr<MycollBackend> lastMerged_ GUARDED_BY(childMutex_);
-  c10::intrusive_ptr<c10d::Store> lastMergedBy_ GUARDED_BY(childMutex_);
+  Children children_ GUARDED_BY(childMutex_);
+  // All ranks of a new generation begin to count anew.
+  Children& childrenOf(const UserCall& caller) REQUIRES(childMutex_);
 };
 
 }  // namespace mycoll

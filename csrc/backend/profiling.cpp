@@ -26,10 +26,10 @@ int64_t elementsOf(const Request& request, Spans Call::* side) {
 }
 
 // The value of "Rank": the other rank of a message, the root if there is one, or else this rank.
-int rankOf(const Request& request, int own) {
+int rankOf(const Request& request) {
   if (request.peer >= 0) return request.peer;
   const bool hasRoot = !request.calls.empty() && request.calls.front().root >= 0;
-  return hasRoot ? request.calls.front().root : own;
+  return hasRoot ? request.calls.front().root : request.caller.rank;
 }
 
 }  // namespace
@@ -47,12 +47,12 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
   int globalStride = 1;
   if (globalRanks_.size() > 1) globalStride = static_cast<int>(globalRanks_[1] - globalRanks_[0]);
   RECORD_PARAM_COMMS_DATA(
-      std::make_tuple(static_cast<int64_t>(generations_.communicator()->sequence()),
+      std::make_tuple(static_cast<int64_t>(request.caller.communicator()->sequence()),
                       request.isMessage()),
-      std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, rankOf(request, rank_),
-      request.caller.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
+      std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, rankOf(request), request.caller.function,
+      elementsOf(request, &Call::in), elementsOf(request, &Call::out),
       outputs.empty() ? at::kByte : outputs.front().scalar_type(), noSplits, noSplits, globalStart,
-      globalStride, size_);
+      globalStride, request.caller.ranks);
 
   std::optional<at::RecordFunction> span;  // async operations end theirs in MycollWork
   if (!request.async) {

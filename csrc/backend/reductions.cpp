@@ -91,10 +91,10 @@ void addCopyToSeveral(Request& request, const std::vector<at::Tensor>& tensors,
 
 MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
-  const CallerInfo caller = enter("broadcast");
+  const UserCall caller = enter("broadcast");
   checkRoot(caller, "src", opts.rootRank);
   checkRootTensor(caller, opts.rootTensor, tensors);
-  const bool isRoot = opts.rootRank == rank_;
+  const bool isRoot = opts.rootRank == caller.rank;
   Request request(caller, c10d::OpType::BROADCAST, opts);
   if (tensors.size() > 1) {
     addCopyToSeveral(request, tensors, tensors[static_cast<size_t>(opts.rootTensor)], isRoot);
@@ -110,7 +110,7 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
 
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
-  const CallerInfo caller = enter("all_reduce");
+  const UserCall caller = enter("all_reduce");
   if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
   const at::Tensor& given = tensors.front();
   // torch passes sparse CPU tensors here, not to allreduce_sparse().
@@ -131,7 +131,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
 }
 
 void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
-  const CallerInfo caller = enter("all_reduce");
+  const UserCall caller = enter("all_reduce");
   checkTensor(caller, Argument{"x"}, x);
   Request request(caller, c10d::OpType::ALLREDUCE, c10d::kUnsetTimeout, /*isAsync=*/false);
   Call& call = request.addReduction(OpKind::kAllReduce, x, c10d::ReduceOp::SUM);
@@ -141,11 +141,11 @@ void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
 }
 
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const CallerInfo caller = enter("reduce");
+  const UserCall caller = enter("reduce");
   const at::Tensor& tensor = single(caller, "tensor", tensors);
   checkRoot(caller, "dst", opts.rootRank);
   checkRootTensor(caller, opts.rootTensor, tensors);
-  const bool isRoot = opts.rootRank == rank_;
+  const bool isRoot = opts.rootRank == caller.rank;
   checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/isRoot);
   Request request(caller, c10d::OpType::REDUCE, opts);
   Call& call = request.addReduction(OpKind::kReduce, tensor, opts.reduceOp);
@@ -162,10 +162,10 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
 
 MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) {
   // device_ids are for NCCL; ranks that meet on the CPU need none.
-  const CallerInfo caller = enter("barrier");
+  const UserCall caller = enter("barrier");
   Request request(caller, c10d::OpType::BARRIER, opts);
   // Everything enqueued on devices before the barrier is over after it, as with NCCL's.
-  const auto device = generations_.device();
+  const auto& device = caller.generation.device;
   const std::shared_ptr<Condition> fence = device ? device->fence() : nullptr;
   if (fence && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
@@ -178,10 +178,11 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
 }
 
 void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
-  const CallerInfo caller = enter("monitored_barrier");
+  const UserCall caller = enter("monitored_barrier");
   if (opts.timeout.count() == 0) {  // for gloo, and so for programs made for it, no time at all
-    C10_THROW_ERROR(DistBackendError, c10::str("mycoll group '", groupName_, "': Rank ", rank_,
-                                               " timed out in monitoredBarrier after 0 ms"));
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("mycoll group '", groupName_, "': Rank ", caller.rank,
+                             " timed out in monitoredBarrier after 0 ms"));
   }
   Request request(caller, c10d::OpType::BARRIER, opts.timeout,
                   /*isAsync=*/false);
@@ -193,7 +194,7 @@ void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait
 
 MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     Tensors& given, const c10d::AllreduceCoalescedOptions& opts) {
-  const CallerInfo caller = enter("all_reduce_coalesced");
+  const UserCall caller = enter("all_reduce_coalesced");
   if (given.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
   Tensors tensors;
   for (const at::Tensor& tensor : given) tensors.push_back(withoutRepeats(tensor));

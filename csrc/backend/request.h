@@ -11,10 +11,11 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+#include <vector>
 
+#include "backend/generation.h"
 #include "backend/kept.h"
 #include "backend/layout.h"
-#include "backend/validation.h"
 #include "base/call.h"
 #include "engine/communicator.h"
 
@@ -25,12 +26,12 @@ struct Request;
 using Requests = std::span<Request* const>;
 
 struct Request {
-  Request(const CallerInfo& itsCaller, c10d::OpType opType, std::chrono::milliseconds opTimeout,
+  Request(UserCall itsCaller, c10d::OpType opType, std::chrono::milliseconds opTimeout,
           bool isAsync)
-      : caller(itsCaller), type(opType), timeout(opTimeout), async(isAsync) {}
+      : caller(std::move(itsCaller)), type(opType), timeout(opTimeout), async(isAsync) {}
   // options: torch's, of the operation.
   template <typename Options>
-  Request(const CallerInfo& itsCaller, c10d::OpType opType, const Options& options)
+  Request(const UserCall& itsCaller, c10d::OpType opType, const Options& options)
       : Request(itsCaller, opType, options.timeout, options.asyncOp) {}
   Request(Request&&) = default;
   // The caller drops the memory that no operation has taken.
@@ -39,7 +40,7 @@ struct Request {
     for (CopyBack& copy : copyBacks) copy.memory.dropHere();
   }
 
-  CallerInfo caller;
+  UserCall caller;
   c10::Device device = c10::kCPU;  // of all its tensors
   c10d::OpType type;
   const char* title = caller.function;  // for the profiler
@@ -115,6 +116,13 @@ struct Request {
   at::Tensor emptyPacked(const at::Tensor& tensor) const;
 
   std::optional<bool> areListsFlat_;
+};
+
+// A request that is launched later, with others: when a block of coalesced calls ends.
+struct Coalesced {
+  Request request;
+  std::vector<at::Tensor> inputs;  // if it is profiled
+  std::vector<at::Tensor> outputs;
 };
 
 // Returns device memory as a byte tensor that does not own it.

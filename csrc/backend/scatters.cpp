@@ -81,7 +81,7 @@ void addReduceScatterFrom(Request& request, const at::Tensor& output, const at::
 
 MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                               const c10d::ScatterOptions& opts) {
-  const CallerInfo caller = enter("scatter");
+  const UserCall caller = enter("scatter");
   const at::Tensor& output = single(caller, "tensor", outputs, "output tensor");
   checkRoot(caller, "src", opts.rootRank);
   checkOutput(caller, Argument{"tensor"}, output);
@@ -97,7 +97,7 @@ MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inp
 
 MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                      const c10d::ReduceScatterOptions& opts) {
-  const CallerInfo caller = enter("reduce_scatter");
+  const UserCall caller = enter("reduce_scatter");
   const at::Tensor& output = single(caller, "output", outputs, "output tensor");
   const Tensors& list = singleList(caller, "input_list", inputs, "input");
   checkOutput(caller, Argument{"output"}, output);
@@ -117,7 +117,7 @@ MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLis
 
 MycollBackend::WorkPtr MycollBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::ReduceScatterOptions& opts) {
-  const CallerInfo caller = enter("reduce_scatter_tensor");
+  const UserCall caller = enter("reduce_scatter_tensor");
   Request request(caller, c10d::OpType::_REDUCE_SCATTER_BASE, opts);
   addReduceScatterFrom(request, output, input, opts.reduceOp, /*index=*/-1);
   return run(request, input, output);
@@ -127,7 +127,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
                                                     std::vector<int64_t>& outputSplits,
                                                     std::vector<int64_t>& inputSplits,
                                                     const c10d::AllToAllOptions& opts) {
-  const CallerInfo caller = enter("all_to_all_single");
+  const UserCall caller = enter("all_to_all_single");
   checkTensor(caller, Argument{"input"}, input);
   checkOutput(caller, Argument{"output"}, output);
   checkSameType(caller, Argument{"output"}, output, Argument{"input"}, input);
@@ -135,7 +135,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
       partBytes(caller, "input", "input_split_sizes", input, inputSplits);
   const std::vector<size_t> outBytes =
       partBytes(caller, "output", "output_split_sizes", output, outputSplits);
-  const size_t self = static_cast<size_t>(rank_);
+  const size_t self = static_cast<size_t>(caller.rank);
   if (inBytes[self] != outBytes[self]) {
     refuse(caller,
            "this rank's part for itself must be as large in output as in input, but "
@@ -153,7 +153,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
 
 MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                const c10d::AllToAllOptions& opts) {
-  const CallerInfo caller = enter("all_to_all");
+  const UserCall caller = enter("all_to_all");
   if (inputs.empty() || !inputs.front().defined()) {
     refuse(caller, "input_tensor_list must hold one tensor for each rank, but it is empty");
   }
@@ -161,9 +161,9 @@ MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs
             /*areOutputs=*/false);
   checkList(caller, "output_tensor_list", outputs, Argument{"input_tensor_list", 0}, inputs.front(),
             /*areOutputs=*/true);
-  const size_t self = static_cast<size_t>(rank_);
-  checkSameShape(caller, Argument{"output_tensor_list", rank_}, outputs[self],
-                 Argument{"input_tensor_list", rank_}, inputs[self]);
+  const size_t self = static_cast<size_t>(caller.rank);
+  checkSameShape(caller, Argument{"output_tensor_list", caller.rank}, outputs[self],
+                 Argument{"input_tensor_list", caller.rank}, inputs[self]);
   Request request(caller, c10d::OpType::ALLTOALL, opts);
   Spans out = request.oneByOne(outputs, /*areOutputs=*/true);
   request.addCall(OpKind::kAllToAll, inputs.front(), request.oneByOne(inputs, /*areOutputs=*/false),
@@ -173,7 +173,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs
 
 MycollBackend::WorkPtr MycollBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
-  const CallerInfo caller = enter("reduce_scatter_tensor_coalesced");
+  const UserCall caller = enter("reduce_scatter_tensor_coalesced");
   checkPairs(caller, outputs, inputs);
   Request request(caller, c10d::OpType::COALESCED, opts);
   for (size_t i = 0; i < inputs.size(); ++i) {

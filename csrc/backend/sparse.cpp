@@ -83,27 +83,21 @@ struct SparseSum {
 
   // All ranks add the same numbers in the same order, so that all get the same bits. Narrow types
   // are added wide and rounded once.
-  Status addUp() {
-    try {
-      const PlainDispatch guard;
-      const at::ScalarType type = values.scalar_type();
-      const bool isNarrow = c10::isReducedFloatingType(type);
-      if (isNarrow) {
-        for (at::Tensor& each : allValues) each = each.to(at::kFloat);
-      }
-      const at::Tensor sum =
-          at::_sparse_coo_tensor_unsafe(
-              at::cat(allIndices, 1), at::cat(allValues, 0), targets[0].sizes(),
-              targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
-              .coalesce();
-      for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
-      allIndices.clear();  // a Work may hold the operation much longer
-      allValues.clear();
-    } catch (...) {
-      return Status(Code::kInternal,
-                    "all_reduce: adding up sparse tensors failed: " + describeException());
+  void addUp() {
+    const PlainDispatch guard;
+    const at::ScalarType type = values.scalar_type();
+    const bool isNarrow = c10::isReducedFloatingType(type);
+    if (isNarrow) {
+      for (at::Tensor& each : allValues) each = each.to(at::kFloat);
     }
-    return Status();
+    const at::Tensor sum =
+        at::_sparse_coo_tensor_unsafe(
+            at::cat(allIndices, 1), at::cat(allValues, 0), targets[0].sizes(),
+            targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
+            .coalesce();
+    for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
+    allIndices.clear();  // a Work may hold the operation much longer
+    allValues.clear();
   }
 };
 
@@ -115,19 +109,25 @@ Task gatherAndAdd(CollectiveRunner& runner, std::shared_ptr<SparseSum> sum) {
   for (Header& header : sum->headers) headers.out.push_back(Span{&header, sizeof(Header)});
   headers.in.push_back(headers.out[static_cast<size_t>(sum->rank)]);
   MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(headers)));
-  MYCOLL_CO_RETURN_IF_ERROR(sum->allocate());
-  Call indices = sum->gatherCall(sum->indices, sum->allIndices);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(indices)));
-  Call values = sum->gatherCall(sum->values, sum->allValues);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(values)));
-  co_return sum->addUp();
+  try {  // torch throws, which would end the process here
+    MYCOLL_CO_RETURN_IF_ERROR(sum->allocate());
+    Call indices = sum->gatherCall(sum->indices, sum->allIndices);
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(indices)));
+    Call values = sum->gatherCall(sum->values, sum->allValues);
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(values)));
+    sum->addUp();
+  } catch (...) {
+    co_return Status(Code::kInternal,
+                     "all_reduce: adding up sparse tensors failed: " + describeException());
+  }
+  co_return Status();
 }
 
 }  // namespace
 
 MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
                                                        const c10d::AllreduceOptions& opts) {
-  const CallerInfo caller = enter("all_reduce");
+  const UserCall caller = enter("all_reduce");
   if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
   const at::Tensor& tensor = tensors.front();
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -174,10 +174,10 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
     sum->values =
         (isOne ? values[0] : at::cat(values, 0)).contiguous().resolve_conj().resolve_neg();
   }
-  sum->rank = rank_;
+  sum->rank = caller.rank;
   sum->targets = tensors;
-  sum->headers.resize(static_cast<size_t>(size_));
-  Header& own = sum->headers[static_cast<size_t>(rank_)];
+  sum->headers.resize(static_cast<size_t>(caller.ranks));
+  Header& own = sum->headers[static_cast<size_t>(caller.rank)];
   own.sparseDimensions = tensor.sparse_dim();
   own.denseDimensions = tensor.dense_dim();
   own.type = static_cast<int64_t>(tensor.scalar_type());

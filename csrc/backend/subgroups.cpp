@@ -7,6 +7,14 @@
 
 namespace mycoll {
 
+MycollBackend::Children& MycollBackend::childrenOf(const UserCall& caller) {
+  const auto& parent = caller.generation.communicator;
+  const uint64_t context = parent ? parent->context() : 0;
+  if (children_.parent != context) children_ = {};
+  children_.parent = context;
+  return children_;
+}
+
 // Returns null if there are none. torch passes one backend's options to all backends of a group:
 // from another backend's options, this one takes only the fields that all have.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
@@ -23,6 +31,15 @@ c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
   return made;
 }
 
+c10::intrusive_ptr<MycollOptions> MycollBackend::childOptions(
+    const c10::intrusive_ptr<MycollOptions>& given) const {
+  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options();
+#if MYCOLL_TORCH_HAS_RECONFIGURE
+  options->enable_reconfigure = false;
+#endif
+  return options;
+}
+
 std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks) const {
   std::vector<int64_t> global;
   for (const int rank : ranks) {
@@ -32,14 +49,14 @@ std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks)
 }
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
-    const std::vector<int>& members, const std::string& suffix, std::string name,
-    const c10::intrusive_ptr<MycollOptions>& given,
+    const UserCall& caller, const std::vector<int>& members, const std::string& suffix,
+    std::string name, const c10::intrusive_ptr<MycollOptions>& given,
     const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
-  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options();
-  const std::shared_ptr<Communicator> parent = generations_.communicator();
+  auto options = childOptions(given);
+  const std::shared_ptr<Communicator>& parent = caller.communicator();
   Identity identity{std::move(name), globalRanksOf(members), parent->options().isOfJob, {}};
   if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
-  checkTimeout(CallerInfo{"mycoll", rank_, size_, &groupName_}, options->timeout);
+  checkTimeout(caller, options->timeout);
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(Communicator::shrink(*parent, suffix, members, &communicator));
   return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
@@ -51,51 +68,51 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  const CallerInfo caller = enter("split_group");
+  const UserCall caller = enter("split_group");
   std::string suffix;
   for (const int rank : ranks) {
     checkRank(caller, "split_ranks", rank);
     suffix.append(" ").append(std::to_string(rank));
   }
-  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
+  if (std::find(ranks.begin(), ranks.end(), caller.rank) == ranks.end()) return nullptr;
   const auto given = optionsFrom(opts);
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   MutexLock lock(childMutex_);
-  const bool isKnown = lastSplit_ && lastSplit_->groupName_ == name &&
-                       lastSplit_->generations_.current().communicator->error().ok();
+  Children& children = childrenOf(caller);
+  const bool isKnown = children.lastSplit && children.lastSplit->groupName_ == name &&
+                       children.lastSplit->generations_.current().error().ok();
   if (!isKnown) {
-    const int before = splits_[ranks]++;
+    const int before = children.splits[ranks]++;
     suffix = ":split" + std::to_string(before) + " to" + suffix;
-    lastSplit_ = childOf(ranks, suffix, std::move(name), given, opts);
+    children.lastSplit = childOf(caller, ranks, suffix, std::move(name), given, opts);
   }
-  return lastSplit_;
+  return children.lastSplit;
 }
 
 c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
     const c10::intrusive_ptr<c10d::Store>& store,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank, const int& size) {
-  enter("merge_remote_group");
+  const UserCall caller = enter("merge_remote_group");
   const auto given = optionsFrom(opts);
   std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
 
   MutexLock lock(childMutex_);
+  Children& children = childrenOf(caller);
   // A store serves one merge; torch calls once for each device.
-  if (!lastMerged_ || lastMergedBy_ != store) {
-    lastMerged_ =
+  if (!children.lastMerged || children.lastMergedBy != store) {
+    children.lastMerged =
         create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},
-               given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options(),
-               generations_.makeDevice());
-    lastMergedBy_ = store;
+               childOptions(given), generations_.makeDevice());
+    children.lastMergedBy = store;
   }
-  return lastMerged_;
+  return children.lastMerged;
 }
 
 void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {
-  enter("split_group");
-  const auto device = generations_.device();
+  const auto device = enter("split_group").generation.device;
   if (!device) return;
-  const auto ofChild = child ? child->generations_.device() : nullptr;
+  const auto ofChild = child ? child->generations_.current().device : nullptr;
   if (!ofChild) return device->split(nullptr, 0, isWilling);
   const std::vector<int64_t>& members = child->globalRanks_;
   // No other child has this rank.
@@ -107,23 +124,27 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
     const std::vector<int64_t>& excluded, int flags,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   constexpr int kAbortFirst = 1;  // torch.distributed.SHRINK_ABORT
-  const CallerInfo caller = enter("shrink_group");
-  std::vector<bool> isExcluded(static_cast<size_t>(size_));
+  const UserCall caller = enter("shrink_group");
+  std::vector<bool> isExcluded(static_cast<size_t>(caller.ranks));
   for (const int64_t rank : excluded) {
     checkRank(caller, "ranks_to_exclude", rank);
     isExcluded[static_cast<size_t>(rank)] = true;
   }
+  MutexLock lock(childMutex_);
+  const int before = childrenOf(caller).shrinks++;
+  lock.unlock();
   std::vector<int> members;
-  std::string suffix = ":shrunk" + std::to_string(shrinks_.fetch_add(1)) + " to";
-  for (int rank = 0; rank < size_; ++rank) {
+  std::string suffix = ":shrunk" + std::to_string(before) + " to";
+  for (int rank = 0; rank < caller.ranks; ++rank) {
     if (isExcluded[static_cast<size_t>(rank)]) continue;
     members.push_back(rank);
     suffix.append(" ").append(std::to_string(rank));
   }
   const auto given = optionsFrom(opts);
-  if (isExcluded[static_cast<size_t>(rank_)]) refuse(caller, "this rank is to be excluded itself");
+  if (isExcluded[static_cast<size_t>(caller.rank)])
+    refuse(caller, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
-  return childOf(members, suffix, groupName_ + suffix, given, opts);
+  return childOf(caller, members, suffix, groupName_ + suffix, given, opts);
 }
 
 }  // namespace mycoll

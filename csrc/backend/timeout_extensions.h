@@ -34,7 +34,7 @@ class TimeoutExtensions : public std::enable_shared_from_this<TimeoutExtensions>
   Milliseconds extend(Milliseconds timeout, std::shared_ptr<void>* claim) {
     const MutexLock lock(mutex_);
     if (unclaimed_ != Milliseconds(0)) {
-      *claim = {nullptr,
+      *claim = {this,  // not null, as its holders ask whether there is one
                 [self = shared_from_this(), claimed = std::exchange(unclaimed_, {})](void*) {
                   const MutexLock ending(self->mutex_);
                   self->active_ -= claimed;

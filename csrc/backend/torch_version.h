@@ -10,12 +10,10 @@
 #if TORCH_VERSION_MINOR >= 14
 #include <torch/csrc/distributed/c10d/Window.hpp>
 #else
-#include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <string>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <unordered_map>
 #endif
 
@@ -69,24 +67,13 @@ struct PutOptions {
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
   std::unordered_map<std::string, std::string> hints;
 };
-struct SignalOptions : PutOptions {};
-struct WaitSignalOptions : PutOptions {};
+using SignalOptions = PutOptions;
+using WaitSignalOptions = PutOptions;
 enum class WindowAccessType : uint8_t { UNIFIED = 0, SEPARATE = 1 };
 struct WindowAttr {
   WindowAccessType access_type = WindowAccessType::UNIFIED;
 };
-class TorchWindow : public c10::intrusive_ptr_target {
- public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  virtual void tensor_register(const at::Tensor& tensor, bool owning) = 0;
-  virtual void tensor_deregister() = 0;
-  virtual WorkPtr put(const at::Tensor& tensor, int64_t dstRank, int64_t targetOffsetNelems,
-                      bool asyncOp, const PutOptions& opts) = 0;
-  virtual at::Tensor map_remote_tensor(int64_t rank) = 0;
-  virtual WorkPtr signal(int64_t peerRank, bool asyncOp, const SignalOptions& opts) = 0;
-  virtual WorkPtr wait_signal(int64_t peerRank, bool asyncOp, const WaitSignalOptions& opts) = 0;
-  virtual WindowAttr get_attr(int64_t peerRank) = 0;
-};
+class TorchWindow : public c10::intrusive_ptr_target {};
 #endif
 
 }  // namespace mycoll

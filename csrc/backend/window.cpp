@@ -92,8 +92,17 @@ struct MycollWindow::Layout {
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
     : backend_(std::move(backend)),
-      communicator_(backend_->generations_.keptCommunicator()),
-      window_(mycoll::Window::make(communicator_)) {}
+      generation_([this] {
+        Generation now = backend_->generations_.current();
+        now.device = nullptr;  // windows are for the CPU
+        return now;
+      }()),
+      window_(mycoll::Window::make(enter("new_window").communicator())) {}
+
+UserCall MycollWindow::enter(const char* function) const {
+  (void)backend_->enter(function);
+  return backend_->callOf(function, generation_);
+}
 
 MycollWindow::~MycollWindow() {
   // As in MycollBackend, a forked child does not touch its parent's objects.
@@ -101,7 +110,7 @@ MycollWindow::~MycollWindow() {
 }
 
 void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
-  const CallerInfo caller = backend_->enter("tensor_register");
+  const UserCall caller = enter("tensor_register");
   checkTensor(caller, Argument{"tensor"}, tensor);
   checkCpu(caller, tensor);
   if (!isPlain(tensor)) {
@@ -135,7 +144,7 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
 }
 
 void MycollWindow::tensor_deregister() {
-  const CallerInfo caller = backend_->enter("tensor_deregister");
+  const UserCall caller = enter("tensor_deregister");
   at::Tensor last;  // dropped without the lock
   {
     MutexLock lock(mutex_);
@@ -155,17 +164,18 @@ MycollWindow::Layout MycollWindow::layoutOf(const CallerInfo& caller, int64_t ra
   Layout layout;
   std::memcpy(&layout, description.data(), sizeof(layout));
   if (!layout.fits(bytes)) {
-    throwStatus(Status(Code::kNetwork, c10::str("mycoll group '", backend_->groupName(), "': ",
-                                                communicator_->describeRank(static_cast<int>(rank)),
-                                                " has described the tensor of its window, of ",
-                                                bytes, " bytes, in a way that is not valid")));
+    throwStatus(Status(Code::kNetwork,
+                       c10::str("mycoll group '", backend_->groupName(), "': ",
+                                generation_.communicator->describeRank(static_cast<int>(rank)),
+                                " has described the tensor of its window, of ", bytes,
+                                " bytes, in a way that is not valid")));
   }
   return layout;
 }
 
 MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
   const bool isAsync = std::exchange(request.async, true);
-  const WorkPtr work = backend_->finishLaunch(communicator_, request, {}, {op});
+  const WorkPtr work = backend_->finishLaunch(request, {}, {op});
   if (!isAsync) work->wait();
   return work;
 }
@@ -173,7 +183,7 @@ MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
 MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRank,
                                         int64_t targetOffsetNelems, bool asyncOp,
                                         const PutOptions& opts) {
-  const CallerInfo caller = backend_->enter("put");
+  const UserCall caller = enter("put");
   checkTensor(caller, Argument{"tensor"}, tensor);
   checkCpu(caller, tensor);
   checkRank(caller, "dst_rank", dstRank);
@@ -202,11 +212,11 @@ MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRan
 bool MycollWindow::isMapped(const CallerInfo& caller, int64_t rank,
                             std::shared_ptr<Pages>* pages) const {
   check(caller, window_->map(static_cast<int>(rank), pages));
-  return *pages != nullptr || rank == backend_->getRank();
+  return *pages != nullptr || rank == generation_.rank;
 }
 
 at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
-  const CallerInfo caller = backend_->enter("map_remote_tensor");
+  const UserCall caller = enter("map_remote_tensor");
   checkRank(caller, "rank", rank);
   const Layout layout = layoutOf(caller, rank);
   std::shared_ptr<Pages> pages;
@@ -226,7 +236,7 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
       Code::kUnsupported,
       c10::str(
           "mycoll group '", backend_->groupName(), "': map_remote_tensor: the tensor of ",
-          communicator_->describeRank(static_cast<int>(rank)),
+          generation_.communicator->describeRank(static_cast<int>(rank)),
           " cannot be mapped: that rank is not on this host, or the tensor is an ordinary one; "
           "on one host register shared tensors (mycoll.empty()), between hosts let its owner "
           "put() what is needed")));
@@ -234,7 +244,7 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
 
 MycollWindow::WorkPtr MycollWindow::signal(int64_t peerRank, bool asyncOp,
                                            const SignalOptions& opts) {
-  const CallerInfo caller = backend_->enter("signal");
+  const UserCall caller = enter("signal");
   checkRank(caller, "peer_rank", peerRank);
   Request request(caller, c10d::OpType::SEND, opts.timeout, asyncOp);
   OpPtr op;
@@ -244,7 +254,7 @@ MycollWindow::WorkPtr MycollWindow::signal(int64_t peerRank, bool asyncOp,
 
 MycollWindow::WorkPtr MycollWindow::wait_signal(int64_t peerRank, bool asyncOp,
                                                 const WaitSignalOptions& opts) {
-  const CallerInfo caller = backend_->enter("wait_signal");
+  const UserCall caller = enter("wait_signal");
   checkRank(caller, "peer_rank", peerRank);
   Request request(caller, c10d::OpType::RECV, opts.timeout, asyncOp);
   OpPtr op;
@@ -253,7 +263,7 @@ MycollWindow::WorkPtr MycollWindow::wait_signal(int64_t peerRank, bool asyncOp,
 }
 
 WindowAttr MycollWindow::get_attr(int64_t peerRank) {
-  const CallerInfo caller = backend_->enter("get_attr");
+  const UserCall caller = enter("get_attr");
   checkRank(caller, "peer_rank", peerRank);
   std::shared_ptr<Pages> pages;
   WindowAttr attr;
@@ -263,7 +273,6 @@ WindowAttr MycollWindow::get_attr(int64_t peerRank) {
 }
 
 c10::intrusive_ptr<TorchWindow> MycollBackend::new_window(const std::optional<at::Tensor>& tensor) {
-  enter("new_window");
   const auto self = c10::intrusive_ptr<MycollBackend>::unsafe_reclaim_from_nonowning(this);
   auto window = c10::make_intrusive<MycollWindow>(self);
   if (tensor) window->tensor_register(*tensor, /*owning=*/true);

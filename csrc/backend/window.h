@@ -37,24 +37,28 @@ class MycollWindow final : public TorchWindow {
   explicit MycollWindow(c10::intrusive_ptr<MycollBackend> backend);
   ~MycollWindow() override;
 
-  void tensor_register(const at::Tensor& tensor, bool owning) override;
-  void tensor_deregister() override;
+  void tensor_register(const at::Tensor& tensor, bool owning) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  void tensor_deregister() MYCOLL_TORCH_WINDOW_OVERRIDE;
   WorkPtr put(const at::Tensor& tensor, int64_t dstRank, int64_t targetOffsetNelems, bool asyncOp,
-              const PutOptions& opts) override;
-  at::Tensor map_remote_tensor(int64_t rank) override;
-  WorkPtr signal(int64_t peerRank, bool asyncOp, const SignalOptions& opts) override;
-  WorkPtr wait_signal(int64_t peerRank, bool asyncOp, const WaitSignalOptions& opts) override;
-  WindowAttr get_attr(int64_t peerRank) override;
+              const PutOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  at::Tensor map_remote_tensor(int64_t rank) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WorkPtr signal(int64_t peerRank, bool asyncOp,
+                 const SignalOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WorkPtr wait_signal(int64_t peerRank, bool asyncOp,
+                      const WaitSignalOptions& opts) MYCOLL_TORCH_WINDOW_OVERRIDE;
+  WindowAttr get_attr(int64_t peerRank) MYCOLL_TORCH_WINDOW_OVERRIDE;
 
  private:
   struct Layout;  // of a rank's tensor
 
+  // In the generation of the window, which need not be the current one.
+  UserCall enter(const char* function) const;
   Layout layoutOf(const CallerInfo& caller, int64_t rank) const;
   bool isMapped(const CallerInfo& caller, int64_t rank, std::shared_ptr<Pages>* pages) const;
   WorkPtr workOf(Request& request, const OpPtr& op);
 
   const c10::intrusive_ptr<MycollBackend> backend_;
-  const std::shared_ptr<Communicator> communicator_;
+  const Generation generation_;
   const std::shared_ptr<mycoll::Window> window_;  // qualified: torch's class has that name, too
   Mutex mutex_;
   at::Tensor tensor_ GUARDED_BY(mutex_);  // this rank's

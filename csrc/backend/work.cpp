@@ -16,12 +16,6 @@ namespace {
 using Future = c10::ivalue::Future;
 using FuturePtr = c10::intrusive_ptr<Future>;
 
-FuturePtr makeTensorsFuture(bool areLists = false, std::vector<c10::Device> devices = {}) {
-  const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
-  return c10::make_intrusive<Future>(areLists ? c10::ListType::create(tensors) : tensors,
-                                     std::move(devices));
-}
-
 // Appends the tensors of a work's future, or of its lists.
 void append(const c10::IValue& value, std::vector<at::Tensor>* all) {
   if (value.isTensorList()) {
@@ -44,6 +38,23 @@ Deadline toDeadline(std::chrono::milliseconds timeout) {
 }
 
 }  // namespace
+
+FuturePtr makeTensorsFuture(size_t perList, std::vector<c10::Device> devices) {
+  const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
+  return c10::make_intrusive<Future>(perList > 0 ? c10::ListType::create(tensors) : tensors,
+                                     std::move(devices));
+}
+
+c10::IValue futureValue(const std::vector<at::Tensor>& outputs, size_t perList) {
+  if (perList == 0) return outputs;
+  c10::List<c10::List<at::Tensor>> lists;
+  for (auto first = outputs.begin(); first != outputs.end();
+       first += static_cast<ptrdiff_t>(perList)) {
+    lists.push_back(c10::List<at::Tensor>(
+        std::vector<at::Tensor>(first, first + static_cast<ptrdiff_t>(perList))));
+  }
+  return lists;
+}
 
 Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout) {
   return Status(Code::kTimeout,
@@ -116,14 +127,19 @@ void MycollWork::beginIfInCallback() {
 }
 
 void MycollWork::awaitBegin(Deadline deadline) {
-  const Deadline callEnds = toDeadline(timeout_);
+  const auto waited = [this] {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started_);
+  };
+  const Deadline callEnds = timeout_ > std::chrono::milliseconds(0)
+                                ? Deadline::after(timeout_ - waited())
+                                : Deadline::never();
   MutexLock lock(lock_);
   while (!hasBegun()) {
     held_->begun.wait_for(lock.native(), kWaitTick);
     if (hasBegun()) return;
     if (deadline.expired() || callEnds.expired()) {
-      throwStatus(heldTooLong(held_->call, std::chrono::duration_cast<std::chrono::milliseconds>(
-                                               Clock::now() - started_)));
+      const QuietScope quiet;  // the wait is over, not the operation
+      throwStatus(heldTooLong(held_->call, waited()));
     }
     lock.unlock();
     if (isInterruptPending()) throwStatus(interrupted());
@@ -221,23 +237,12 @@ bool MycollWork::isCompleted() {
 void MycollWork::completeFuture(const FuturePtr& future) {
   runCallbacks(opType_, [&] {
     if (status_.ok()) {
-      future->markCompleted(value());
+      future->markCompleted(futureValue(outputs_, perList_));
     } else {
       future->setError(toException(status_));
     }
   });
   callbacksDone_.set();
-}
-
-c10::IValue MycollWork::value() const {
-  if (perList_ == 0) return outputs_;
-  c10::List<c10::List<at::Tensor>> lists;
-  for (size_t i = 0; i < outputs_.size(); i += perList_) {
-    const auto first = outputs_.begin() + static_cast<ptrdiff_t>(i);
-    lists.push_back(c10::List<at::Tensor>(
-        std::vector<at::Tensor>(first, first + static_cast<ptrdiff_t>(perList_))));
-  }
-  return lists;
 }
 
 bool MycollWork::isSuccess() const {
@@ -314,7 +319,7 @@ FuturePtr MycollWork::getFuture() {
   {
     MutexLock lock(lock_);
     if (future_) return future_;
-    future = future_ = makeTensorsFuture(perList_ > 0);
+    future = future_ = makeTensorsFuture(perList_);
     isComplete = isDone();
     if (!isComplete && isCalledByPython()) {
       isAsked_.store(true, std::memory_order_release);
@@ -442,7 +447,7 @@ FuturePtr CoalescedWork::getFuture() {
       if (!isKnown) devices.push_back(device);
     }
   }
-  const FuturePtr whole = makeTensorsFuture(/*areLists=*/false, std::move(devices));
+  const FuturePtr whole = makeTensorsFuture(/*perList=*/0, std::move(devices));
   pending->whole = whole;
   const auto countDown = [pending] {
     if (pending->left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;

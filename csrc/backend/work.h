@@ -92,7 +92,6 @@ class MycollWork final : public c10d::Work {
   bool isOver();
   // Completes future_, and so runs its callbacks: without the lock.
   void completeFuture(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-  c10::IValue value() const;
   // Idempotent; waits for another thread that is running it. Call it only when the engine is done.
   void finish();
   void watch();
@@ -140,6 +139,11 @@ class MycollWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
   CallbacksDone callbacksDone_;  // of future_
 };
+
+// For the futures of Works. perList: see Request::perList.
+c10::intrusive_ptr<c10::ivalue::Future> makeTensorsFuture(size_t perList,
+                                                          std::vector<c10::Device> devices = {});
+c10::IValue futureValue(const std::vector<at::Tensor>& outputs, size_t perList);
 
 // The error of a call that has waited this long for the callbacks before it.
 Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout);

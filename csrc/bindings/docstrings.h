@@ -303,8 +303,8 @@ inline constexpr const char* kWindowAttrAccessType = "A WindowAccessType.";
 inline constexpr const char* kWindow = R"(Memory of each rank that the others write to.
 
 mycoll.new_window() makes it. Ranks are ranks of its group. With `async_op` a call returns
-immediately, with a Work that is done when the operation is; without it, it returns `None`
-afterwards.
+immediately, with a Work that is done when the operation is; without it, it returns that Work when
+it is done.
 From torch 2.14 on it is a subclass of torch's Window.
 
 Example:
@@ -344,7 +344,7 @@ Args:
     opts: A mycoll.PutOptions.
 
 Returns:
-    A Work with `async_op`, otherwise `None`. When it is done, `tensor` may be changed.
+    A Work, which is done unless `async_op` is set. When it is done, `tensor` may be changed.
 
 Raises:
     ArgumentError: The dtype differs, or the elements do not fit.
@@ -370,7 +370,7 @@ Args:
     opts: A mycoll.SignalOptions.
 
 Returns:
-    A Work with `async_op`, otherwise `None`.
+    A Work, which is done unless `async_op` is set.
 )";
 inline constexpr const char* kWindowWaitSignal = R"(Waits for one signal from a rank.
 
@@ -380,7 +380,7 @@ Args:
     opts: A mycoll.WaitSignalOptions.
 
 Returns:
-    A Work with `async_op`, otherwise `None`.
+    A Work, which is done unless `async_op` is set.
 
 Raises:
     DistBackendError: No signal came in time, or the rank was lost.

@@ -20,7 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "backend/call_site.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/operators.h"
@@ -75,6 +74,16 @@ class NoGilPtr {
  private:
   c10::intrusive_ptr<T> pointer_;
 };
+
+// ~Endpoint may wait for the engine's thread.
+struct DeleteWithoutGil {
+  void operator()(mycoll::Endpoint* endpoint) const {
+    std::optional<py::gil_scoped_release> release;
+    if (PyGILState_Check()) release.emplace();
+    delete endpoint;
+  }
+};
+using NoGilEndpoint = std::unique_ptr<mycoll::Endpoint, DeleteWithoutGil>;
 
 }  // namespace
 
@@ -285,14 +294,6 @@ void registerArgumentError(py::module_& module) {
   });
 }
 
-template <typename T>
-void defineWindowOptions(py::module_& module, const char* name) {
-  py::class_<T>(module, name, doc::kWindowOptions)
-      .def(py::init<>(), doc::kWindowOptionsInit)
-      .def_readwrite("timeout", &T::timeout, doc::kWindowOptionsTimeout)
-      .def_readwrite("hints", &T::hints, doc::kWindowOptionsHints);
-}
-
 // Under the names that torch has for them from 2.14 on, where they are torch's own.
 void defineWindowTypes(py::module_& module) {
 #if MYCOLL_TORCH_HAS_WINDOW
@@ -302,9 +303,12 @@ void defineWindowTypes(py::module_& module) {
     module.attr(name) = theirs.attr(name);
   }
 #else
-  defineWindowOptions<mycoll::PutOptions>(module, "PutOptions");
-  defineWindowOptions<mycoll::SignalOptions>(module, "SignalOptions");
-  defineWindowOptions<mycoll::WaitSignalOptions>(module, "WaitSignalOptions");
+  const auto options =
+      py::class_<mycoll::PutOptions>(module, "PutOptions", doc::kWindowOptions)
+          .def(py::init<>(), doc::kWindowOptionsInit)
+          .def_readwrite("timeout", &mycoll::PutOptions::timeout, doc::kWindowOptionsTimeout)
+          .def_readwrite("hints", &mycoll::PutOptions::hints, doc::kWindowOptionsHints);
+  for (const char* same : {"SignalOptions", "WaitSignalOptions"}) module.attr(same) = options;
   py::enum_<mycoll::WindowAccessType>(module, "WindowAccessType", doc::kWindowAccessType)
       .value("UNIFIED", mycoll::WindowAccessType::UNIFIED)
       .value("SEPARATE", mycoll::WindowAccessType::SEPARATE);
@@ -412,9 +416,12 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint>(module, "Endpoint", doc::kEndpoint)
-      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
-           py::arg("store_host"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
+  py::class_<mycoll::Endpoint, NoGilEndpoint>(module, "Endpoint", doc::kEndpoint)
+      .def(py::init([](const std::string& name, Milliseconds timeout, const std::string& host) {
+             return NoGilEndpoint(MycollBackend::makeEndpoint(name, timeout, host).release());
+           }),
+           py::arg("name"), py::arg("timeout"), py::arg("store_host"),
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
       .def_property_readonly("handle", &mycoll::Endpoint::handle, doc::kEndpointHandle)
       .def(
           "form",
@@ -570,6 +577,5 @@ PYBIND11_MODULE(_C, module) {
   registerArgumentError(module);
   mycoll::defineOperators();
   mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads,
-                          &callInMainThread, &reasonToLeave});
-  mycoll::setCallSiteHook(&mycoll::findCallSite);
+                          &callInMainThread, &reasonToLeave, &mycoll::findCallSite});
 }

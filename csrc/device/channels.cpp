@@ -30,18 +30,23 @@ std::chrono::milliseconds patienceOf(const Communicator& group) {
 }  // namespace
 
 void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kept) {
-  throwIfFailed(place.control->wait(
-      place.control->submit(std::move(call), std::move(kept), /*willWait=*/true),
-      Deadline::never()));
+  throwUnlessConnected(
+      place, place.control->wait(
+                 place.control->submit(std::move(call), std::move(kept), /*willWait=*/true),
+                 Deadline::never()));
 }
 
-void throwUnlessConnected(const DevicePlace& place, const Status& status) {
+void throwUnlessConnected(const DevicePlace& place, const Status& status,
+                          const std::string& onlyHere) {
   if (status.ok()) return;
   const Status named = inGroup(place.name, status);
-  place.control->fail(status.code() == Code::kInterrupted
-                          ? Status(Code::kAborted, "interrupted while NCCL connected")
-                          : named);
-  throwStatus(named);
+  place.control->fail(
+      status.code() == Code::kInterrupted
+          ? inGroup(place.name, Status(Code::kAborted, "rank " + std::to_string(place.rank) +
+                                                           " was interrupted by a signal while the "
+                                                           "ranks connected for devices"))
+          : named);
+  throwStatus(named.withMessage(named.message() + onlyHere));
 }
 
 nccl::CommOptions Channels::optionsOn(c10::Device device) const {
@@ -266,6 +271,8 @@ Status Channels::close(Deadline deadline, const nccl::Comm::Check& check) {
   }
   return first;
 }
+
+void Channels::keepForever() { new Comms(end()); }
 
 void Channels::addStreams(std::vector<c10::Stream>* streams) const {
   MutexLock lock(mutex_);

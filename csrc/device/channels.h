@@ -27,10 +27,12 @@ struct Channel {
   c10::Stream stream;
 };
 
-// Throws if connecting has failed, and fails the group.
-void throwUnlessConnected(const DevicePlace& place, const Status& status);
+// Throws if connecting has failed, and fails the group. onlyHere: for the end of this rank's error.
+void throwUnlessConnected(const DevicePlace& place, const Status& status,
+                          const std::string& onlyHere = "");
 // Runs a collective that the group's ranks need to agree. kept: the memory that it uses, which it
-// keeps if a signal ends the wait. Throws if it fails.
+// keeps if a signal ends the wait. Throws if it fails or a signal ends the wait, and fails the
+// group: the ranks' next collectives would not match.
 void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kept);
 
 class Channels {
@@ -60,6 +62,8 @@ class Channels {
   // Waits for running operations and frees the communicators, at most until the deadline, and while
   // `check` returns ok; then stops the others. Later attempts to connect fail.
   Status close(Deadline deadline, const nccl::Comm::Check& check);
+  // The process ends: the communicators are not freed, which would wait for other ranks.
+  void keepForever();
   // For a barrier: adds the streams of this group's collectives. Not those of messages between two
   // ranks: the other rank may send or receive after the barrier.
   void addStreams(std::vector<c10::Stream>* streams) const;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/env.h"
@@ -133,7 +132,7 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   const bool isSplit =
       channels_.split(child != nullptr ? &child->channels_ : nullptr, color, isWilling);
   if (!isSplit || child == nullptr) return;
-  throwIfFailed(child->place_.control->meetNeighbours());
+  throwUnlessConnected(child->place_, child->place_.control->meetNeighbours());
   child->choice_.adoptNccl(choice_);
   for (const c10::Device device : watched_.devices()) child->watched_.addDevice(device);
 }
@@ -191,15 +190,10 @@ DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList output
   return launchAll({&one, 1}, outputs, std::move(extras), /*isBatch=*/false);
 }
 
-void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
-  batch_.push_back({std::move(request), outputs.vec()});
-}
-
-DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
-  std::vector<Batched> batch = std::exchange(batch_, {});
+DeviceGroup::WorkPtr DeviceGroup::launchBatch(std::vector<Coalesced> batch, Extras extras) {
   std::vector<Request*> requests;
   std::vector<at::Tensor> outputs;
-  for (Batched& entry : batch) {
+  for (Coalesced& entry : batch) {
     entry.request.async = true;
     requests.push_back(&entry.request);
     outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
@@ -252,9 +246,9 @@ DeviceGroup::WorkPtr DeviceGroup::launchAll(Requests requests, at::TensorList ou
     throwIfFailed(operation->waitOver(Deadline::never()));
     return nullptr;
   }
-  return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
-                                         place_.timeoutOf(first), operation, outputs.vec(),
-                                         place_.waitsOnHost, std::move(extras.order));
+  return c10::make_intrusive<DeviceWork>(
+      shared_from_this(), first.type, sequence(), place_.timeoutOf(first), operation, outputs.vec(),
+      isBatch ? 0 : first.perList, place_.waitsOnHost, std::move(extras.order));
 }
 
 std::shared_ptr<Condition> DeviceGroup::fence() {
@@ -495,7 +489,12 @@ void DeviceGroup::close(Deadline deadline) {
   }
   const bool isExiting = Watchdog::get().isExiting();
   if (isExiting) {
-    new std::shared_ptr<DeviceGroup>(shared_from_this());  // keeps NCCL's communicators
+    // NCCL's communicators stay. The destructor has no pointer to the group.
+    if (auto self = weak_from_this().lock()) {
+      new std::shared_ptr<DeviceGroup>(std::move(self));
+    } else {
+      channels_.keepForever();
+    }
   }
   const auto stop = [&](const Status& why) {
     if (isExiting) return;
@@ -530,6 +529,10 @@ void DeviceGroup::close(Deadline deadline) {
   place_.control->endLeaving();
   place_.host->endLeaving();
   WatchList::clearReleased();
+}
+
+void DeviceGroup::detach() {
+  for (const auto& group : {place_.control, place_.host}) group->mailbox().detach();
 }
 
 void DeviceGroup::endNccl(Deadline deadline) {

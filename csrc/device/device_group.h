@@ -14,9 +14,8 @@
 // kLeaving: the other ranks know that this one leaves, and NCCL ends, which waits for them.
 // Failures are still detected, except that another rank has lost this one.
 //
-// Thread contract: [any thread] unless marked, without the GIL. Between addToBatch() and endBatch()
-// the calls come from one thread, as in MycollBackend. Lifetime: held by the backend, by works and,
-// while it is busy, by the watchdog.
+// Thread contract: [any thread] unless marked, without the GIL. Lifetime: held by the backend, by
+// works and, while it is busy, by the watchdog.
 #pragma once
 
 #include <atomic>
@@ -51,10 +50,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   const std::string& name() const { return place_.name; }
 
   WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) override;
-  void addToBatch(Request request, at::TensorList outputs) override;
-  bool hasBatch() const override { return !batch_.empty(); }
-  WorkPtr endBatch(Extras extras) override;
-  void dropBatch() override { batch_.clear(); }
+  WorkPtr launchBatch(std::vector<Coalesced> batch, Extras extras) override;
   std::shared_ptr<Condition> fence() override;
   Status waitFor(Condition& fence) const override;
   // The next four do nothing on the host path.
@@ -73,6 +69,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void abort(const std::string& reason) override;
   Status drain(Deadline deadline) const override;
   void close(Deadline deadline) override;
+  void detach() override;
 
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
@@ -101,10 +98,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
  private:
   enum class State : uint8_t { kOpen, kClosing, kLeaving, kLeft };
   class Waiting;
-  struct Batched {
-    Request request;
-    std::vector<at::Tensor> outputs;
-  };
 
   bool isOpen() const { return state_.load() == State::kOpen; }
   bool hasLeft() const { return state_.load() == State::kLeft; }
@@ -145,8 +138,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // Held by the thread that connects with another rank. Not a Mutex, as waiting for it has a
   // timeout.
   std::timed_mutex pairMutex_;
-
-  std::vector<Batched> batch_;  // of the thread that coalesces
 
   std::atomic<State> state_{State::kOpen};
   std::atomic<bool> isAbortedHere_{false};     // by the program

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "backend/errors.h"
+#include "backend/work.h"
 #include "device/device_group.h"
 
 namespace mycoll {
@@ -15,13 +16,13 @@ using Future = c10::ivalue::Future;
 // The future records its events on the current stream. On the operation's stream, a wait for the
 // future is a wait for the operation.
 void complete(Future& future, DeviceOperation& operation, const std::vector<at::Tensor>& outputs,
-              c10d::OpType type) {
+              size_t perList, c10d::OpType type) {
   operation.setReliedOn();
   runCallbacks(type, [&] {
     const Status status = operation.status();
     if (!status.ok()) return future.setError(toException(status));
     const c10::StreamGuard guard(operation.stream());
-    future.markCompleted(c10::IValue(outputs));
+    future.markCompleted(futureValue(outputs, perList));
   });
 }
 
@@ -29,7 +30,7 @@ void complete(Future& future, DeviceOperation& operation, const std::vector<at::
 
 DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
                        std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-                       std::vector<at::Tensor> outputs, bool waitsOnHost,
+                       std::vector<at::Tensor> outputs, size_t perList, bool waitsOnHost,
                        std::shared_ptr<CallbackOrder> order)
     : c10d::Work(group->rank(), type),
       group_(std::move(group)),
@@ -37,6 +38,7 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
       timeout_(timeout),
       operation_(std::move(operation)),
       outputs_(std::move(outputs)),
+      perList_(perList),
       waitsOnHost_(waitsOnHost),
       order_(std::move(order)) {}
 
@@ -116,14 +118,13 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   enter("Work.get_future");
   MutexLock lock(mutex_);
   if (future_) return future_;
-  auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
-                                            std::vector<c10::Device>{operation_->device()});
+  auto future = makeTensorsFuture(perList_, {operation_->device()});
   future_ = future;
   lock.unlock();
   // On NCCL's path it is enqueued by now, and the future is complete immediately: work that is
   // chained to it is then enqueued after it, in the same order on all ranks.
   if (operation_->isEnqueued()) {
-    complete(*future, *operation_, outputs_, opType_);
+    complete(*future, *operation_, outputs_, perList_, opType_);
   } else {
     callbacksDone_ = std::make_shared<CallbacksDone>();  // only the first call sets it
     isAsked_.store(true, std::memory_order_release);
@@ -132,10 +133,10 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
                                      : nullptr;
     // The references are moved on, so that the thread that ends the operation drops none of them.
     operation_->onEnqueued([turn, future, operation = operation_, outputs = outputs_,
-                            done = callbacksDone_, type = opType_]() mutable {
+                            perList = perList_, done = callbacksDone_, type = opType_]() mutable {
       auto completion = [future = std::move(future), operation = std::move(operation),
-                         outputs = std::move(outputs), done = std::move(done), type] {
-        complete(*future, *operation, outputs, type);
+                         outputs = std::move(outputs), perList, done = std::move(done), type] {
+        complete(*future, *operation, outputs, perList, type);
         done->set();
       };
       if (turn) {

@@ -26,10 +26,10 @@ class DeviceGroup;
 class DeviceWork final : public c10d::Work {
  public:
   // waitsOnHost: wait() returns when the operation is over (MYCOLL_CUDA_BLOCKING_WAIT).
-  // order: see DeviceSupport::Extras.
+  // perList: see Request. order: see DeviceSupport::Extras.
   DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
              std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-             std::vector<at::Tensor> outputs, bool waitsOnHost,
+             std::vector<at::Tensor> outputs, size_t perList, bool waitsOnHost,
              std::shared_ptr<CallbackOrder> order);
   ~DeviceWork() override;
 
@@ -61,6 +61,7 @@ class DeviceWork final : public c10d::Work {
   [[maybe_unused]] const std::chrono::milliseconds timeout_;
   const DeviceOperationPtr operation_;
   const std::vector<at::Tensor> outputs_;
+  const size_t perList_;
   const bool waitsOnHost_;
   const std::shared_ptr<CallbackOrder> order_;
 

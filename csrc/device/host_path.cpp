@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "backend/call_site.h"
+#include "backend/errors.h"
 #include "device/copies.h"
 #include "device/device_group.h"
 

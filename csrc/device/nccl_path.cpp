@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/errors.h"
 #include "base/recycler.h"
 #include "device/copies.h"

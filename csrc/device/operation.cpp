@@ -97,7 +97,8 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
       const std::shared_ptr<Communicator> communicator = communicator_;
       lock.unlock();
       const Status status = communicator->wait(op, deadline);
-      if (!op->done()) return status;
+      // A signal must be handled even if the operation is done.
+      if (!op->done() || status.code() == Code::kInterrupted) return status;
       lock.lock();
       continue;
     }
@@ -119,10 +120,6 @@ Status DeviceOperation::waitOver(Deadline deadline) {
     if (pause.rest() && isInterruptPending()) return interrupted();
   }
   return status();
-}
-
-bool DeviceOperation::sharesStream(const DeviceOperation& other) const {
-  return state_ == State::kEnqueued && other.state_ == State::kEnqueued && stream_ == other.stream_;
 }
 
 Status DeviceOperation::queryDevice(bool* hasPassed) const {

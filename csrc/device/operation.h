@@ -93,11 +93,6 @@ class DeviceOperation {
   Status waitOver(Deadline deadline);
   bool isEnqueued() const { return state_ != State::kQueued; }  // or over
   bool isOver();                                                // passed, or failed
-  bool hasPassed() { return isOver() && isPassed_.load(std::memory_order_relaxed); }
-  // Both are enqueued, on one stream, and have not failed.
-  bool sharesStream(const DeviceOperation& other) const;
-  // The device has passed later work on its stream.
-  void setPassed() { isPassed_.store(true, std::memory_order_relaxed); }
   Status status() const;
   // Its device has reported an error, which no other part knows yet.
   bool isDeviceError() const { return isDeviceError_.load(std::memory_order_acquire); }

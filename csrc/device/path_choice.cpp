@@ -159,11 +159,10 @@ void PathChoice::agree(c10::Device device, const std::string& operation) {
   MutexLock lock(agreeMutex_);
   if (known() != DevicePath::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
-  if (!met.ok()) {
-    throwStatus(met.withMessage(
-        met.message() + onThisRank(place_.rank) + operation +
-        ", the first of the group's operations on devices, for which all ranks meet"));
-  }
+  throwUnlessConnected(
+      place_, met,
+      onThisRank(place_.rank) + operation +
+          ", the first of the group's operations on devices, for which all ranks meet");
   const auto ranks = static_cast<size_t>(place_.ranks);
   const auto kept = std::make_shared<std::vector<Report>>(ranks);
   std::vector<Report>& reports = *kept;

@@ -93,32 +93,19 @@ std::vector<DeviceOperationPtr> WatchList::queued() const {
   return found;
 }
 
-// A device passes the operations of one stream in order: a binary search needs few queries.
-void WatchList::markPassed(std::span<const Collective> oldest) {
-  constexpr auto kFew = 4;  // are queried one by one
-  const auto end = std::find_if(oldest.begin(), oldest.end(), [&](const Collective& each) {
-    return !each.first->sharesStream(*oldest.front().first);
-  });
-  if (end - oldest.begin() <= kFew) return;
-  const auto passed = std::partition_point(
-      oldest.begin(), end, [](const Collective& each) { return each.first->hasPassed(); });
-  std::for_each(oldest.begin(), passed, [](const auto& each) { each.first->setPassed(); });
-}
-
 // No other thread removes entries.
 void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
                                      const OnDeviceError& onDeviceError) {
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
   do {
-    std::vector<Collective> oldest;
+    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>> oldest;
     {
       MutexLock lock(mutex_);
       for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
         oldest.emplace_back(collectives_[i].operation, collectives_[i].collective);
       }
     }
-    markPassed(oldest);
     for (count = 0; count < oldest.size(); ++count) {
       const auto& [operation, collective] = oldest[count];
       if (!operation->isOver()) break;

@@ -12,7 +12,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,9 +99,6 @@ class WatchList {
   };
 
   void addDeviceLocked(c10::Device device) REQUIRES(mutex_);
-  using Collective = std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>;
-
-  static void markPassed(std::span<const Collective> oldest);
   void takeEndedCollectives(std::vector<Watched>* ended, const OnDeviceError& onDeviceError);
   // Takes mutex_, which guards the entries.
   template <typename Entry>

@@ -1,14 +1,10 @@
 #include "device/watchdog.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <thread>
 #include <utility>
-#include <vector>
 
-#include "base/mutex.h"
 #include "base/os.h"
 #include "device/device_group.h"
 
@@ -25,93 +21,68 @@ constexpr int kLinger = 50;
 
 }  // namespace
 
-struct Watchdog::Shared {
-  Mutex mutex;
-  std::condition_variable woken;
-  std::vector<std::shared_ptr<DeviceGroup>> groups GUARDED_BY(mutex);  // busy ones
-  bool isWoken GUARDED_BY(mutex) = false;
-  bool isRunning GUARDED_BY(mutex) = false;
-  bool isAsleep GUARDED_BY(mutex) = false;   // until it is woken
-  bool isPolling GUARDED_BY(mutex) = false;  // groups, without the mutex
-  bool isStopped GUARDED_BY(mutex) = false;
-  std::condition_variable hasPolled;
-  std::atomic<bool> isExiting{false};
-
-  void run();
-  // Waits until there is something to watch. The lock locks `mutex`.
-  void awaitGroups(MutexLock& lock) REQUIRES(mutex);
-};
-
-Watchdog& Watchdog::get() {
-  static Watchdog watchdog;
-  return watchdog;
-}
-
-Watchdog::Shared& Watchdog::shared() { return perProcess<Shared>(); }
+Watchdog& Watchdog::get() { return perProcess<Watchdog>(); }
 
 void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
-  Shared& all = shared();
-  MutexLock lock(all.mutex);
-  if (std::find(all.groups.begin(), all.groups.end(), group) == all.groups.end()) {
-    all.groups.push_back(std::move(group));
+  MutexLock lock(mutex_);
+  if (std::find(groups_.begin(), groups_.end(), group) == groups_.end()) {
+    groups_.push_back(std::move(group));
   }
-  if (isUrgent || all.isAsleep) {
-    all.isWoken = true;
-    all.woken.notify_one();
+  if (isUrgent || isAsleep_) {
+    isWoken_ = true;
+    woken_.notify_one();
   }
-  if (all.isRunning) return;
+  if (isRunning_) return;
   const SignalsBlocked blocked;
-  std::thread([&all] {
+  std::thread([this] {
     pthread_setname_np(pthread_self(), "mycoll-watchdog");
-    all.run();
+    run();
   }).detach();
-  all.isRunning = true;  // if the thread cannot start, the next call tries again
+  isRunning_ = true;  // if the thread cannot start, the next call tries again
 }
 
 void Watchdog::wake() {
-  Shared& all = shared();
-  MutexLock lock(all.mutex);
-  all.isWoken = true;
-  all.woken.notify_one();
+  MutexLock lock(mutex_);
+  isWoken_ = true;
+  woken_.notify_one();
 }
 
-void Watchdog::beginExit() { shared().isExiting.store(true); }
+void Watchdog::beginExit() { isExiting_.store(true); }
 
-bool Watchdog::isExiting() { return shared().isExiting.load(); }
+bool Watchdog::isExiting() { return isExiting_.load(); }
 
 void Watchdog::stop() {
-  Shared& all = shared();
-  MutexLock lock(all.mutex);
-  all.isStopped = true;
-  all.hasPolled.wait_for(lock.native(), std::chrono::seconds(1),
-                         [&all]() REQUIRES(all.mutex) { return !all.isPolling; });
+  MutexLock lock(mutex_);
+  isStopped_ = true;
+  hasPolled_.wait_for(lock.native(), std::chrono::seconds(1),
+                      [this]() REQUIRES(mutex_) { return !isPolling_; });
 }
 
-void Watchdog::Shared::awaitGroups(MutexLock& lock) {
-  const auto isThere = [this]() REQUIRES(mutex) {
-    const bool isBusy = !groups.empty() && !isStopped;
-    return isWoken || isBusy;
+void Watchdog::awaitGroups(MutexLock& lock) {
+  const auto isThere = [this]() REQUIRES(mutex_) {
+    const bool isBusy = !groups_.empty() && !isStopped_;
+    return isWoken_ || isBusy;
   };
   for (int round = 0; round < kLinger && !isThere(); ++round) {
-    woken.wait_for(lock.native(), kMost, isThere);
+    woken_.wait_for(lock.native(), kMost, isThere);
   }
-  isAsleep = true;
-  woken.wait(lock.native(), isThere);
-  isAsleep = false;
+  isAsleep_ = true;
+  woken_.wait(lock.native(), isThere);
+  isAsleep_ = false;
 }
 
-void Watchdog::Shared::run() {
+void Watchdog::run() {
   auto pause = kLeast;
-  MutexLock lock(mutex);
+  MutexLock lock(mutex_);
   for (;;) {
-    if (groups.empty() || isStopped) {
+    if (groups_.empty() || isStopped_) {
       awaitGroups(lock);
       pause = kLeast;
     }
-    isWoken = false;
-    if (isStopped) continue;
-    std::vector<std::shared_ptr<DeviceGroup>> round = groups;
-    isPolling = true;
+    isWoken_ = false;
+    if (isStopped_) continue;
+    std::vector<std::shared_ptr<DeviceGroup>> round = groups_;
+    isPolling_ = true;
     lock.unlock();
     DeviceGroup::Progress all;
     std::vector<DeviceGroup*> idle;
@@ -125,18 +96,18 @@ void Watchdog::Shared::run() {
     for (DeviceGroup* group : idle) {
       // It may have become busy since its poll: the mutex orders add() and this check.
       if (!group->needsWatch()) {
-        std::erase_if(groups, [&](const auto& entry) { return entry.get() == group; });
+        std::erase_if(groups_, [&](const auto& entry) { return entry.get() == group; });
       }
     }
     lock.unlock();
     round.clear();  // may drop the last references
     lock.lock();
-    isPolling = false;
-    hasPolled.notify_all();
+    isPolling_ = false;
+    hasPolled_.notify_all();
     pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
-    if (groups.empty()) continue;
-    woken.wait_for(lock.native(), all.wantsSoon ? kSoon : pause,
-                   [this]() REQUIRES(mutex) { return isWoken; });
+    if (groups_.empty()) continue;
+    woken_.wait_for(lock.native(), all.wantsSoon ? kSoon : pause,
+                    [this]() REQUIRES(mutex_) { return isWoken_; });
   }
 }
 

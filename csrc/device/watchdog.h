@@ -4,12 +4,17 @@
 //
 // Thread contract: [any thread]. The thread holds no lock while it queries a device. If a driver
 // blocks forever, this thread does, too, and no longer detects the deadlines of device operations.
-// Lifetime: never destroyed. The thread starts with the first group that is busy, and sleeps while
+// Lifetime: see perProcess(). The thread starts with the first group that is busy, and sleeps while
 // none is; a forked process starts its own. It queries devices at least every 20 ms while there is
 // something to watch, and for a second after that, so that the next operation need not wake it.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <memory>
+#include <vector>
+
+#include "base/mutex.h"
 
 namespace mycoll {
 
@@ -31,9 +36,20 @@ class Watchdog {
   void stop();
 
  private:
-  Watchdog() = default;
-  struct Shared;
-  static Shared& shared();
+  void run();
+  // Waits until there is something to watch. The lock locks mutex_.
+  void awaitGroups(MutexLock& lock) REQUIRES(mutex_);
+
+  Mutex mutex_;
+  std::condition_variable woken_;
+  std::vector<std::shared_ptr<DeviceGroup>> groups_ GUARDED_BY(mutex_);  // busy ones
+  bool isWoken_ GUARDED_BY(mutex_) = false;
+  bool isRunning_ GUARDED_BY(mutex_) = false;
+  bool isAsleep_ GUARDED_BY(mutex_) = false;   // until it is woken
+  bool isPolling_ GUARDED_BY(mutex_) = false;  // groups, without the mutex
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  std::condition_variable hasPolled_;
+  std::atomic<bool> isExiting_{false};
 };
 
 }  // namespace mycoll

@@ -30,58 +30,17 @@ void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tens
   request.addCall(OpKind::kAllGather, input, {in}, cut(whole, ranks));
 }
 
-// Several tensors of each rank in one call, as gloo takes them: every list receives all tensors of
-// all ranks, those of rank 0 first. Returns the outputs.
-std::vector<at::Tensor> addAllGatherOfSeveral(Request& request,
-                                              const std::vector<std::vector<at::Tensor>>& outputs,
-                                              const std::vector<at::Tensor>& inputs) {
-  const CallerInfo& caller = request.caller;
-  checkAlike(caller, "tensors", inputs, /*areOutputs=*/false);
-  const size_t count = inputs.size() * static_cast<size_t>(caller.ranks);
-  std::vector<at::Tensor> all{inputs[0]};
-  for (const std::vector<at::Tensor>& list : outputs) {
-    if (list.size() != count) {
-      refuse(caller, "invalid output tensor list: every one must hold ", count, " tensors, ",
-             inputs.size(), " for each rank, but one holds ", list.size());
-    }
-    all.insert(all.end(), list.begin(), list.end());
-  }
-  checkAlike(caller, "tensor_lists", all, /*areOutputs=*/false);
-  all.erase(all.begin());
-  request.perList = count;
-  const auto bytes = static_cast<int64_t>(inputs[0].nbytes());
-  const auto each = inputs[0].numel() * static_cast<int64_t>(inputs.size());
-  const at::Tensor mine = emptyElements(each, inputs[0].scalar_type());
-  const at::Tensor whole = emptyElements(each * caller.ranks, inputs[0].scalar_type());
-  char* next = static_cast<char*>(mine.mutable_data_ptr());
-  for (const at::Tensor& input : inputs) {
-    pack(input, next);
-    next += bytes;
-  }
-  for (const std::vector<at::Tensor>& list : outputs) {
-    for (size_t i = 0; i < count; ++i) {
-      checkOutput(caller, Argument{"tensor_lists", static_cast<int64_t>(i)}, list[i]);
-      request.copyBacks.emplace_back(whole, list[i], static_cast<int64_t>(i) * bytes);
-    }
-  }
-  addAllGatherInto(request, whole, mine, /*index=*/-1);
-  return all;
-}
-
 }  // namespace
 
 MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                 const c10d::AllgatherOptions& opts) {
   const UserCall caller = enter("all_gather");
-  if (inputs.empty()) refuse(caller, "requires non-empty input tensor list: no tensor came");
-  checkListForEach(caller, outputs, inputs);
+  const at::Tensor& input = single(caller, "tensor", inputs, "input tensor");
+  const Tensors& list = singleList(caller, "tensor_list", outputs, "output");
   Request request(caller, c10d::OpType::ALLGATHER, opts);
-  if (inputs.size() > 1) {
-    return run(request, inputs, addAllGatherOfSeveral(request, outputs, inputs));
-  }
-  checkTensor(caller, Argument{"tensor"}, inputs.front());
-  addAllGatherList(request, outputs.front(), inputs.front());
-  return run(request, inputs, outputs.front());
+  checkTensor(caller, Argument{"tensor"}, input);
+  addAllGatherList(request, list, input);
+  return run(request, inputs, list);
 }
 
 MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Tensor& input,

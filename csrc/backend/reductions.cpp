@@ -49,79 +49,32 @@ void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
   request.keep.add(bucket);
 }
 
-// Several tensors of each rank in one call, as gloo takes them: reduces all tensors of all ranks.
-void addSumOfSeveral(Request& request, const std::vector<at::Tensor>& tensors,
-                     const c10d::ReduceOp& op) {
-  checkAlike(request.caller, "tensors", tensors, /*areOutputs=*/true);
-  if (op.op_ == c10d::ReduceOp::AVG || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    refuse(request.caller, "op must not be AVG or PREMUL_SUM for several tensors, and ",
-           tensors.size(), " came");
-  }
-  const at::Tensor whole = emptyElements(tensors[0].numel(), tensors[0].scalar_type());
-  Call& call = request.addReduction(OpKind::kAllReduce, whole, op);
-  std::vector<at::Tensor> plain;
-  std::vector<const void*> inputs;
-  for (const at::Tensor& tensor : tensors) {
-    plain.push_back(isPlain(tensor) ? tensor : emptyLike(tensor));
-    if (!isPlain(tensor)) pack(tensor, plain.back().mutable_data_ptr());
-    inputs.push_back(plain.back().const_data_ptr());
-    request.copyBacks.emplace_back(whole, tensor);
-  }
-  if (whole.numel() > 0) {
-    mycoll::reduce(call.dtype, call.reduceOp, whole.mutable_data_ptr(), inputs.data(),
-                   static_cast<int>(inputs.size()), whole.nbytes() / call.elementBytes,
-                   /*divisor=*/1, /*streaming=*/false);
-  }
-  call.in.push_back(request.inOut(whole));
-  call.out.push_back(call.in.front());
-}
-
-// The same for broadcast: copies the root's tensor `root` to all tensors of all ranks.
-void addCopyToSeveral(Request& request, const std::vector<at::Tensor>& tensors,
-                      const at::Tensor& root, bool isRoot) {
-  checkAlike(request.caller, "tensors", tensors, /*areOutputs=*/true);
-  const at::Tensor whole = emptyElements(root.numel(), root.scalar_type());
-  if (isRoot) pack(root, whole.mutable_data_ptr());
-  for (const at::Tensor& tensor : tensors) request.copyBacks.emplace_back(whole, tensor);
-  const Span span = request.output(whole);
-  request.addCall(OpKind::kBroadcast, whole).out.push_back(span);
-}
-
 }  // namespace
 
 MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
   const UserCall caller = enter("broadcast");
   checkRoot(caller, "src", opts.rootRank);
-  checkRootTensor(caller, opts.rootTensor, tensors);
   const bool isRoot = opts.rootRank == caller.rank;
+  const at::Tensor& tensor = single(caller, "tensor", tensors);
+  checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
   Request request(caller, c10d::OpType::BROADCAST, opts);
-  if (tensors.size() > 1) {
-    addCopyToSeveral(request, tensors, tensors[static_cast<size_t>(opts.rootTensor)], isRoot);
-  } else {
-    const at::Tensor& tensor = single(caller, "tensor", tensors);
-    checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
-    const Span span = isRoot ? request.input(tensor) : request.output(tensor);
-    request.addCall(OpKind::kBroadcast, tensor).out.push_back(span);
-  }
-  request.calls.front().root = static_cast<int>(opts.rootRank);
+  const Span span = isRoot ? request.input(tensor) : request.output(tensor);
+  Call& call = request.addCall(OpKind::kBroadcast, tensor);
+  call.out.push_back(span);
+  call.root = static_cast<int>(opts.rootRank);
   return run(request, tensors, tensors);
 }
 
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
   const UserCall caller = enter("all_reduce");
-  if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
-  const at::Tensor& given = tensors.front();
+  const at::Tensor& given = single(caller, "tensor", tensors);
   // torch passes sparse CPU tensors here, not to allreduce_sparse().
   if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
     return allreduce_sparse(tensors, opts);
   }
   Request request(caller, c10d::OpType::ALLREDUCE, opts);
-  if (tensors.size() > 1) {
-    addSumOfSeveral(request, tensors, opts.reduceOp);
-    return run(request, tensors, tensors);
-  }
   at::Tensor narrowed;
   const bool isAsGiven = !given.defined() || given.is_contiguous();
   const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
@@ -144,7 +97,6 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
   const UserCall caller = enter("reduce");
   const at::Tensor& tensor = single(caller, "tensor", tensors);
   checkRoot(caller, "dst", opts.rootRank);
-  checkRootTensor(caller, opts.rootTensor, tensors);
   const bool isRoot = opts.rootRank == caller.rank;
   checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/isRoot);
   Request request(caller, c10d::OpType::REDUCE, opts);

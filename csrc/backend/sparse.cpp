@@ -41,8 +41,8 @@ struct SparseSum {
   }
 
   int rank;
-  std::vector<at::Tensor> targets;  // alike; a rank contributes their sum
-  // The indices and values of the targets, which the sum replaces: Python may know them, too.
+  at::Tensor target;
+  // The indices and values of the target, which the sum replaces: Python may know them, too.
   std::vector<at::Tensor> replaced;
   std::vector<Header> headers;  // by rank
   at::Tensor indices;           // mine: (sparse dimensions, count)
@@ -91,11 +91,11 @@ struct SparseSum {
       for (at::Tensor& each : allValues) each = each.to(at::kFloat);
     }
     const at::Tensor sum =
-        at::_sparse_coo_tensor_unsafe(
-            at::cat(allIndices, 1), at::cat(allValues, 0), targets[0].sizes(),
-            targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
+        at::_sparse_coo_tensor_unsafe(at::cat(allIndices, 1), at::cat(allValues, 0), target.sizes(),
+                                      target.options().dtype(isNarrow ? at::kFloat : type),
+                                      /*is_coalesced=*/false)
             .coalesce();
-    for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
+    target.copy_(isNarrow ? sum.to(type) : sum);
     allIndices.clear();  // a Work may hold the operation much longer
     allValues.clear();
   }
@@ -128,20 +128,9 @@ Task gatherAndAdd(CollectiveRunner& runner, std::shared_ptr<SparseSum> sum) {
 MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
                                                        const c10d::AllreduceOptions& opts) {
   const UserCall caller = enter("all_reduce");
-  if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
-  const at::Tensor& tensor = tensors.front();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Argument argument{"tensors", tensors.size() == 1 ? -1 : static_cast<int64_t>(i)};
-    const at::Tensor& each = tensors[i];
-    if (!each.defined() || each.layout() != at::kSparse || !each.device().is_cpu()) {
-      refuse(caller, "invalid tensor layout: " + argument.text() +
-                         " must be a sparse COO tensor on the CPU");
-    }
-    checkSameType(caller, argument, each, Argument{"tensors", 0}, tensor);
-    checkSameShape(caller, argument, each, Argument{"tensors", 0}, tensor);
-    if (each.sparse_dim() == tensor.sparse_dim()) continue;
-    refuse(caller, "invalid tensor layout: ", argument.text(), " has ", each.sparse_dim(),
-           " sparse dimensions, and tensors[0] has ", tensor.sparse_dim());
+  const at::Tensor& tensor = single(caller, "tensor", tensors);
+  if (!tensor.defined() || tensor.layout() != at::kSparse || !tensor.device().is_cpu()) {
+    refuse(caller, "invalid tensor layout: tensor must be a sparse COO tensor on the CPU");
   }
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
     refuse(caller,
@@ -161,21 +150,13 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
   const std::shared_ptr<SparseSum> sum = SparseSum::make();
   {
     const PlainDispatch guard;
-    std::vector<at::Tensor> indices, values;
-    for (const at::Tensor& each : tensors) {
-      sum->replaced.push_back(each._indices());
-      sum->replaced.push_back(each._values());
-      const at::Tensor coalesced = each.coalesce();
-      indices.push_back(coalesced._indices());
-      values.push_back(coalesced._values());
-    }
-    const bool isOne = tensors.size() == 1;
-    sum->indices = (isOne ? indices[0] : at::cat(indices, 1)).contiguous();
-    sum->values =
-        (isOne ? values[0] : at::cat(values, 0)).contiguous().resolve_conj().resolve_neg();
+    sum->replaced = {tensor._indices(), tensor._values()};
+    const at::Tensor coalesced = tensor.coalesce();
+    sum->indices = coalesced._indices().contiguous();
+    sum->values = coalesced._values().contiguous().resolve_conj().resolve_neg();
   }
   sum->rank = caller.rank;
-  sum->targets = tensors;
+  sum->target = tensor;
   sum->headers.resize(static_cast<size_t>(caller.ranks));
   Header& own = sum->headers[static_cast<size_t>(caller.rank)];
   own.sparseDimensions = tensor.sparse_dim();

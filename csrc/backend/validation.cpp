@@ -82,13 +82,6 @@ void checkPairs(const CallerInfo& caller, const std::vector<at::Tensor>& outputs
          " outputs and ", inputs.size(), " inputs");
 }
 
-void checkListForEach(const CallerInfo& caller, const std::vector<std::vector<at::Tensor>>& lists,
-                      const std::vector<at::Tensor>& tensors) {
-  if (lists.size() == tensors.size()) return;
-  refuse(caller, "requires input/output tensor lists to have the same length: there are ",
-         lists.size(), " output lists and ", tensors.size(), " inputs");
-}
-
 void checkSameType(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                    const Argument& reference, const at::Tensor& expected) {
   if (tensor.scalar_type() == expected.scalar_type()) return;
@@ -149,30 +142,10 @@ const std::vector<at::Tensor>* checkRootList(const CallerInfo& caller, const cha
          lists.front().size(), " tensors");
 }
 
-void checkAlike(const CallerInfo& caller, const char* name, const std::vector<at::Tensor>& tensors,
-                bool areOutputs) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Argument argument{name, static_cast<int64_t>(i)};
-    checkOneOf(caller, argument, tensors[i], areOutputs);
-    checkSameType(caller, argument, tensors[i], Argument{name, 0}, tensors[0]);
-    checkSameShape(caller, argument, tensors[i], Argument{name, 0}, tensors[0]);
-    if (tensors[i].device().is_cpu()) continue;
-    refuse(caller, name, " must be one tensor on ", tensors[i].device(), ", but ", tensors.size(),
-           " came");
-  }
-}
-
 void checkRank(const CallerInfo& caller, const char* argument, int64_t rank, const char* words) {
   if (rank >= 0 && rank < caller.ranks) return;
   refuse(caller, words, argument, " must be a rank of the group, 0 to ", caller.ranks - 1,
          ", but it is ", rank);
-}
-
-void checkRootTensor(const CallerInfo& caller, int64_t index,
-                     const std::vector<at::Tensor>& tensors) {
-  if (index >= 0 && index < static_cast<int64_t>(tensors.size())) return;
-  refuse(caller, "invalid root tensor: rootTensor must be the number of one of the ",
-         tensors.size(), " tensors, but it is ", index);
 }
 
 void checkTimeout(const CallerInfo& caller, std::chrono::milliseconds timeout) {

@@ -67,9 +67,6 @@ const std::vector<at::Tensor>& singleList(const CallerInfo& caller, const char* 
 // Checks that there is an output for each input, and at least one.
 void checkPairs(const CallerInfo& caller, const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& inputs);
-// Checks that there is one list for each tensor.
-void checkListForEach(const CallerInfo& caller, const std::vector<std::vector<at::Tensor>>& lists,
-                      const std::vector<at::Tensor>& tensors);
 
 void checkSameType(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                    const Argument& reference, const at::Tensor& expected);
@@ -89,11 +86,6 @@ void checkPerRank(const CallerInfo& caller, const char* name,
                   const std::vector<at::Tensor>& tensors, const Argument& reference,
                   const at::Tensor& expected, bool areOutputs, const char* wrongLength = "");
 
-// Checks the tensors of one rank, of which there are several: all must be on the CPU and of one
-// type and shape.
-void checkAlike(const CallerInfo& caller, const char* name, const std::vector<at::Tensor>& tensors,
-                bool areOutputs);
-
 // argument: "src" or "dst".
 void checkRank(const CallerInfo& caller, const char* argument, int64_t rank,
                const char* words = "");
@@ -108,10 +100,6 @@ const std::vector<at::Tensor>* checkRootList(const CallerInfo& caller, const cha
                                              const std::vector<std::vector<at::Tensor>>& lists,
                                              const Argument& reference, const at::Tensor& expected,
                                              int64_t root, bool areOutputs);
-
-// Checks rootTensor of an operation's options: the index of one of the root's tensors.
-void checkRootTensor(const CallerInfo& caller, int64_t index,
-                     const std::vector<at::Tensor>& tensors);
 
 // Checks a group's timeout. Python's largest timedelta arrives as a negative number.
 void checkTimeout(const CallerInfo& caller, std::chrono::milliseconds timeout);

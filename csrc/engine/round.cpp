@@ -30,7 +30,8 @@ bool decode(const std::string& payload, int ranks, Round::Report* report) {
   ReportHead head;
   if (payload.size() < sizeof(head)) return false;
   std::memcpy(&head, payload.data(), sizeof(head));
-  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kUnauthenticated) return false;
+  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kUnauthenticated)
+    return false;
   report->rank = head.rank;
   report->kind = static_cast<Round::Report::Kind>(head.kind);
   report->why = statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)));

@@ -285,7 +285,7 @@ void record(Server& server) {
 
 // ---- scripts that are connected to -------------------------------------------------------------
 
-class Acceptor {
+class AcceptingSide {
  public:
   void play(const Script& script) {
     const auto counter = std::make_shared<Counter>();
@@ -367,7 +367,7 @@ TEST(Fuzz, handshakes) {
     const Script script = Script::parse(input.bytes);
     ++runs;
     if (!script.isConnector) {
-      Acceptor().play(script);
+      AcceptingSide().play(script);
     } else {
       Server& server = servers[script.isTls ? 2 : script.isUnix];
       const int links = server.counter->links;

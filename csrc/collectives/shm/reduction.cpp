@@ -139,8 +139,8 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
-// Reduces what all ranks have offered; called after the arrival. Publishes results in rounds only if
-// ranks wait for each other's.
+// Reduces what all ranks have offered; called after the arrival. Publishes results in rounds only
+// if ranks wait for each other's.
 Task shmReduceDirect(ShmGroup group, const Call& call) {
   if (group.memory.isAnyNew(group.arena)) {
     Status status = co_await shmAgain(group, call);

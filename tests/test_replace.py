@@ -308,7 +308,8 @@ def body(rank):
     pg = ProcessGroupGloo(store, rank, 2, timedelta(seconds=50))
     opts = BroadcastOptions()
     opts.rootRank = 0
-    one, pair, lists = [torch.ones(1)], [torch.ones(1), torch.ones(1)], [one * 2]
+    one, pair = [torch.ones(1)], [torch.ones(1), torch.ones(1)]
+    lists = [one * 2]
     for wrong in (
         lambda: pg.broadcast(pair, opts),
         lambda: pg.broadcast([], opts),

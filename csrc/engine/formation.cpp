@@ -89,6 +89,8 @@ class Forming : public Formation {
   Status openReception(const std::string& nonce);
   Status publish();
   Status checkPredecessor(const Handle& there);
+  // Not ok: another process with this rank has received the conflict, and has given up.
+  Status checkRival();
   Status read(int rank, bool* found, Handle* handle);
   // Whether the rank that published the handle still waits. Blocks until that is known.
   Status isCurrent(const Handle& handle, bool* result);
@@ -149,6 +151,14 @@ class Forming : public Formation {
   Handle mine_;
   bool isPublished_ = false;
   bool hasPredecessor_ = false;  // there was another handle of this rank
+  // A process that may have been started with this rank, too, and is being notified of that.
+  struct Rival {
+    std::string uid;
+    Status taken;
+    std::unique_ptr<Invitation> conflict;
+    Deadline nextLook;
+  };
+  std::optional<Rival> rival_;
   Wakeup wakeup_;
   std::optional<Listening> listening_;
   std::vector<std::unique_ptr<Reception>> receptions_;
@@ -230,26 +240,37 @@ Status Forming::publish() {
 }
 
 // Another process may have been started with this rank. If it still waits, it receives the conflict
-// and gives up.
+// and gives up; it may do so after this rank has overwritten its handle.
 Status Forming::checkPredecessor(const Handle& there) {
-  if (!there.why.empty() || there.address.uid == mine_.address.uid || isDead(there.address)) {
-    return Status();
-  }
+  const bool isRival = rival_ && there.address.uid == rival_->uid;
+  if (!there.why.empty()) return isRival ? rival_->taken : Status();
+  if (isRival || there.address.uid == mine_.address.uid || isDead(there.address)) return Status();
   const Status taken =
       error(Code::kStore, "rank " + std::to_string(options_.rank) + " is taken by " +
                               there.address.describe() + " and by " + mine_.address.describe() +
                               ". Two processes were started with one rank.");
-  std::unique_ptr<Invitation> conflict;
+  rival_.emplace(Rival{there.address.uid, taken, nullptr, Deadline::never()});
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
-                                          InvitationMessage(taken), {}, &conflict));
-  for (const Deadline end = Deadline::after(kProbe); !end.expired() && !conflict->hasFailed();) {
+                                          InvitationMessage(taken), {}, &rival_->conflict));
+  for (const Deadline end = Deadline::after(kProbe); rival_->conflict && !end.expired();) {
     pause(kLookSoon);
-    Handle now;
-    bool found = false;
-    MYCOLL_RETURN_IF_ERROR(read(options_.rank, &found, &now));
-    if (found && now.nonce != there.nonce && !now.why.empty()) return taken;
+    rival_->nextLook = Deadline::after(Milliseconds(0));
+    MYCOLL_RETURN_IF_ERROR(checkRival());
     if (isInterrupted()) return interrupted();
   }
+  return Status();
+}
+
+Status Forming::checkRival() {
+  if (!rival_ || !rival_->conflict || !rival_->nextLook.expired()) return Status();
+  rival_->nextLook = Deadline::after(pollPause(kLookAgain));
+  // It gives up in the store before it closes its reception.
+  const bool isOver = rival_->conflict->hasFailed();
+  Handle now;
+  bool found = false;
+  MYCOLL_RETURN_IF_ERROR(read(options_.rank, &found, &now));
+  if (found && now.address.uid == rival_->uid && !now.why.empty()) return rival_->taken;
+  if (isOver) rival_->conflict.reset();
   return Status();
 }
 
@@ -505,6 +526,7 @@ Status Root::check() {
   const auto now = Clock::now();
   if (isInterrupted()) return interrupted();
   MYCOLL_RETURN_IF_ERROR(sentError());
+  MYCOLL_RETURN_IF_ERROR(checkRival());
   if (deadline_.expired()) {
     return tooLate(0, std::to_string(options_.timeout.count()), missing());
   }
@@ -766,6 +788,7 @@ bool Member::reportFailure(const Status& why) {
 Status Member::check() {
   if (isInterrupted()) return interrupted();
   MYCOLL_RETURN_IF_ERROR(sentError());
+  MYCOLL_RETURN_IF_ERROR(checkRival());
   if (deadline_.expired()) {
     const std::string timeout = std::to_string(options_.timeout.count());
     if (!round_ || std::exchange(hasReportedLate_, true)) {

@@ -429,6 +429,111 @@ TEST(Formation, aRankTwiceIsReportedToAll) {
   }
 }
 
+// A store whose reads of a key can be held up: `read` is called after each.
+class SlowStore final : public Store {
+ public:
+  SlowStore(std::shared_ptr<Store> store, std::function<void(const std::string& key)> read)
+      : store_(std::move(store)), read_(std::move(read)) {}
+
+  Status set(const std::string& key, const std::string& value) override {
+    return store_->set(key, value);
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    const Status status = store_->tryGet(key, found, value);
+    read_(key);
+    return status;
+  }
+  Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
+                    std::string* now) override {
+    return store_->compareSet(key, expected, value, now);
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+  const std::function<void(const std::string&)> read_;
+};
+
+Handle handleIn(Store& store, int rank) {
+  bool found = false;
+  std::string text;
+  Handle handle;
+  ASSERT_OK(store.tryGet(keyOf(rank), &found, &text));
+  if (found) ASSERT_OK(Handle::decode(text, &handle));
+  return handle;
+}
+
+void waitUntil(const std::function<bool()>& condition) {
+  const Deadline deadline = Deadline::after(milliseconds(10'000));
+  while (!condition()) {
+    ASSERT(!deadline.expired());
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+// The first of two processes with one rank gives up between the second one's looks at the store.
+TEST(Formation, aRankTwiceIsReportedWhenTheFirstHasJustGivenUp) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::atomic<bool> isLooking{false}, isFirstOver{false};
+  std::vector<Status> found(3);
+  Threads(3, [&](int index) {
+    if (index == 1) {
+      GroupOptions options = optionsOf(1, 3);
+      options.interrupted = [&] {
+        waitUntil([&] { return isLooking.load(); });
+        return false;
+      };
+      found[1] = formAs(options, store);
+      isFirstOver = true;
+      return;
+    }
+    waitUntil([&] { return !handleIn(*store, 1).nonce.empty(); });
+    if (index == 2) {
+      const auto holdUp = [&](const std::string& key) {
+        if (key != keyOf(1) || isFirstOver) return;
+        isLooking = true;
+        waitUntil([&] { return isFirstOver.load(); });
+        std::this_thread::sleep_for(milliseconds(100));  // until the end of its engine is known
+      };
+      found[2] = formAs(optionsOf(1, 3), std::make_shared<SlowStore>(store, holdUp));
+    } else {
+      waitUntil([&] { return isFirstOver.load(); });
+      found[0] = formAs(optionsOf(0, 3), store);
+    }
+  });
+  for (const Status& status : found) EXPECT(says(status, "rank 1 is taken by"));
+}
+
+// It takes longer to answer than the second one waits for that.
+TEST(Formation, aRankTwiceIsReportedWhenTheFirstIsSlow) {
+  for (const int twice : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<Status> found(3);
+    Threads(3, [&](int index) {
+      if (index == 1 - twice) {
+        waitUntil([&] { return !handleIn(*store, twice).nonce.empty(); });
+        found[index] = formAs(optionsOf(index, 3), store);
+        return;
+      }
+      GroupOptions options = optionsOf(twice, 3);
+      if (index == 2) {
+        waitUntil([&] { return !handleIn(*store, twice).nonce.empty(); });
+        found[2] = formAs(options, store);
+        return;
+      }
+      options.interrupted = [&, first = std::string()]() mutable {
+        const std::string now = handleIn(*store, twice).nonce;
+        if (first.empty()) first = now;
+        if (!first.empty()) waitUntil([&] { return handleIn(*store, twice).nonce != first; });
+        return false;
+      };
+      found[index] = formAs(options, store);
+    });
+    for (const Status& status : found) {
+      EXPECT(says(status, "rank " + std::to_string(twice) + " is taken by"));
+    }
+  }
+}
+
 TEST(Formation, isInterrupted) {
   for (const bool isAlone : {false, true}) {
     for (const int rank : {0, 1}) {

@@ -54,6 +54,8 @@ def test_healthy_machine():
     rows = report["findings"]
     tests = [row["text"] for row in rows if row["name"] == "self-test"]
     assert len(tests) == 2 and all("0 wrong" in text for text in tests), tests
+    copies = [row["text"] for row in rows if row["name"] == "copies"]
+    assert len(copies) == 1 and copies[0].startswith("single copy"), rows
     misspelt = next(row for row in rows if "MYCOLL_TRANPORT" in row["text"])
     assert misspelt["status"] == "WARN"
     assert misspelt["fix"] == "did you mean MYCOLL_TRANSPORT?"

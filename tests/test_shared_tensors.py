@@ -1,10 +1,11 @@
-"""Shared tensors: ordinary ones, which the ranks of a host read where they lie."""
+"""Tensors that the ranks of a host read in place: shared ones, and any with single copy."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
+import hashlib
 import io
 import itertools
 import os
@@ -225,6 +226,21 @@ def test_all_operations(world, mycoll_only, mine):
         world.run(all_operations, torch.float32, numel, mine)
 
 
+SINGLE_COPY = (("MYCOLL_SINGLE_COPY", "on"),)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_operations_by_single_copy(pool, mycoll_only, size):
+    """On ordinary tensors, which the ranks read through the kernel."""
+    world = pool.get(pool.spec(size, "shm", env=SINGLE_COPY))
+    for mine in ("ordinary", "mixed"):
+        for numel in NUMELS:
+            world.run(all_operations, torch.float32, numel, mine)
+    if size == 3:
+        for dtype in arith.REDUCIBLE:
+            world.run(all_operations, dtype, 2**18 // dtype.itemsize + 3, "ordinary")
+
+
 @pytest.mark.worlds(2, 3)
 def test_all_dtypes(world, mycoll_only):
     for dtype in arith.REDUCIBLE:
@@ -251,6 +267,23 @@ def uneven(numel: int, size: int) -> list[int]:
 @pytest.mark.worlds(4)
 def test_the_bits_are_those_of_ordinary_tensors(world, mycoll_only):
     world.run(bits, 400_000)
+
+
+def digest_of_sums(ctx: Ctx) -> str:
+    digest = hashlib.sha256()
+    for numel in (40_000, 400_000):
+        x = ctx.inputs(torch.bfloat16, numel)[ctx.rank]
+        dist.all_reduce(x)
+        digest.update(x.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_the_bits_are_the_same_with_single_copy(pool, mycoll_only):
+    found = set()
+    for use in ("on", "off"):
+        world = pool.get(pool.spec(3, "shm", env=(("MYCOLL_SINGLE_COPY", use),)))
+        found.update(world.run(digest_of_sums))
+    assert len(found) == 1
 
 
 def come_and_go(ctx: Ctx) -> int:
@@ -338,6 +371,25 @@ def test_they_outlive_their_groups(fresh, mycoll_only):
     fresh(2, "shm", init=False).run(outlive_the_group)
 
 
+def leaves_a_late_rank(ctx: Ctx) -> Seen | None:
+    """Rank 0's call times out while the others can still read its tensor; it uses it at once."""
+    x = torch.zeros(1_000_000)
+    dist.all_reduce(x)
+    if ctx.rank == 2:
+        time.sleep(3.0)
+    seen = attempt(lambda: dist.all_reduce(x))
+    x.fill_(5)
+    ctx.equal(x.unique().tolist(), [5])
+    return seen
+
+
+def test_a_timeout_with_single_copy(stage, mycoll_only):
+    with stage.world(3, timeout=1.0, env=SINGLE_COPY) as world:
+        world.start(leaves_a_late_rank)
+        for seen in answers(world).values():
+            assert seen.kind == "DistBackendError" and "timed out after" in seen.text, seen
+
+
 def trains(ctx: Ctx) -> list[float]:
     torch.manual_seed(0)
     with mycoll.shared_tensors():
@@ -401,6 +453,8 @@ def test_gradients_in_ddps_buckets(world, mycoll_only):
 
 def dies(ctx: Ctx, victim: int, what: str) -> Seen:
     x, got = mycoll.zeros(4_000_000), torch.zeros(4_000_000)
+    if what == "single copy":
+        x = torch.zeros(4_000_000)
 
     def step() -> None:
         if what == "messages":
@@ -431,9 +485,9 @@ def dies(ctx: Ctx, victim: int, what: str) -> Seen:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("what", ["collectives", "messages"])
+@pytest.mark.parametrize("what", ["collectives", "messages", "single copy"])
 def test_a_death_in_the_middle_is_named(stage, mycoll_only, what, victim):
-    with stage.world(3) as world:
+    with stage.world(3, env=SINGLE_COPY if what == "single copy" else ()) as world:
         world.start(dies, victim, what)
         for seen in answers(world, (victim,)).values():
             assert seen.kind == "DistBackendError", seen

@@ -277,6 +277,11 @@ const std::vector<Variable>& variables() {
        "How shared memory is written. near: through the CPU's caches. far: past them. measured: "
        "the "
        "faster of both. The value of rank 0 counts."},
+      {"MYCOLL_SINGLE_COPY", "auto", choice(&Env::singleCopy, {"auto", "on", "off"}),
+       "Whether the ranks of a host read each other's large CPU tensors through the kernel "
+       "(process_vm_readv) instead of staging them in shared memory. auto: for the kinds and sizes "
+       "of calls for which that is measured to be faster, if the kernel permits it. off: other "
+       "processes are never permitted to read this one."},
       {"MYCOLL_SMALL_BYTES", "32768", bytes(&Env::smallBytes, kGiB, "1G"),
        "Messages up to this size use the algorithms with the lowest latency, in groups inside one "
        "host. The value of rank 0 counts."},

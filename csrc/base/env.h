@@ -21,6 +21,7 @@ const char* version();
 // In the order in which the table lists the words.
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class DistanceChoice { kMeasured, kNear, kFar };
+enum class SingleCopyUse { kMeasured, kOn, kOff };
 enum class Partials { kWide, kRounded };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
@@ -88,6 +89,7 @@ struct Env {
   int spinMicros = 0;     // -1: chosen by base/wait
   size_t chunkBytes = 0;  // 0: chosen by the engine
   DistanceChoice distance{};
+  SingleCopyUse singleCopy{};
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
   Partials partials{};

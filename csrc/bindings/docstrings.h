@@ -474,6 +474,13 @@ Args:
 Returns:
     The value; 0 if none is better.
 )";
+inline constexpr const char* kSingleCopies =
+    R"(Returns what this process has measured about reading other ranks' tensors directly.
+
+Returns:
+    For each kind of call, number of ranks and size (at least so many bytes, and less than twice
+    that): the microseconds with staging, those with single copy, and whether single copy is used.
+)";
 inline constexpr const char* kCopyStreaming =
     R"(Copies memory past the CPU's caches, as the engine does. For benchmarks.
 

@@ -17,6 +17,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,6 +34,7 @@
 #include "bindings/call_site.h"
 #include "bindings/docstrings.h"
 #include "collectives/plan/shape.h"
+#include "collectives/shm/single_copy.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
 #include "device/watchdog.h"
@@ -351,6 +353,16 @@ std::vector<int> hostsOfRanks(const std::vector<int>& hosts) {
   return hostOf;
 }
 
+std::vector<std::tuple<std::string, int, size_t, double, double, bool>> singleCopies() {
+  std::vector<std::tuple<std::string, int, size_t, double, double, bool>> rows;
+  for (const auto& [which, result] : mycoll::SingleCopy::process().measured()) {
+    rows.emplace_back(mycoll::name(which.kind), which.ranks, size_t{1} << which.logBytes,
+                      result.stagedMicros, result.directMicros,
+                      result.choice == mycoll::SingleCopy::Choice::kDirect);
+  }
+  return rows;
+}
+
 }  // namespace
 
 #ifdef MYCOLL_COVERAGE
@@ -558,6 +570,7 @@ PYBIND11_MODULE(_C, module) {
         return mycoll::betterSumBlock(hostsOfRanks(hosts), mycoll::sumTree());
       },
       py::arg("hosts"), doc::kBetterSumBlock);
+  module.def("_single_copies", &singleCopies, doc::kSingleCopies);
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(), doc::kCopyStreaming);
   module.def("_open_shared_tensors", &mycoll::openSharedTensors, doc::kOpenSharedTensors);

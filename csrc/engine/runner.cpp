@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "base/env.h"
 #include "base/log.h"
 #include "collectives/run/run.h"
 #include "collectives/shm/collectives.h"
@@ -31,7 +32,9 @@ class ExternalEnd final : public Condition {
 }  // namespace
 
 Runner::Runner(Group& group)
-    : group_(group), memory_(group.options.rank), plans_(std::make_unique<PlanCache>()) {}
+    : group_(group),
+      memory_(group.options.rank, Env::process().singleCopy),
+      plans_(std::make_unique<PlanCache>()) {}
 
 Runner::~Runner() = default;
 

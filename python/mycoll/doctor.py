@@ -25,6 +25,7 @@ from typing import Any
 from mycoll import _gloo, _terminal
 from mycoll._load import NotUsable
 from mycoll._native import native, native_module
+from mycoll._units import show_size
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
 
@@ -337,7 +338,7 @@ def check_transports() -> Iterator[Result]:
             cause = error.cause if isinstance(error, SpawnError) else str(error)
             yield Result("self-test", f"{name}: {cause}", FAIL, fix)
             continue
-        wrong, (_, used, cipher) = sum(number for number, *_ in reports), reports[0]
+        wrong, (_, used, cipher, copies) = sum(number for number, *_ in reports), reports[0]
         text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
         text += f", encrypted: {cipher}" if cipher else ""
         if wrong:
@@ -346,11 +347,25 @@ def check_transports() -> Iterator[Result]:
             text += f", but over {used}"
         is_good = not wrong and used == transport
         yield Result("self-test", text) if is_good else Result("self-test", text, FAIL, fix)
+        if used == "shm":
+            yield Result("copies", describe_copies(copies))
 
 
-def self_test() -> tuple[int, str, str]:
-    """Runs some operations on a rank; returns how many elements were wrong, the transport and its
-    encryption."""
+def describe_copies(copies: list[tuple[str, int, int, float, float, bool]]) -> str:
+    """What was measured about reading another rank's tensors through the kernel."""
+    if not copies:
+        return "single copy is not used: MYCOLL_SINGLE_COPY=off, or the kernel does not permit it"
+    by_kind: dict[str, list[str]] = {}
+    for kind, _, size, staged, direct, is_used in copies:
+        times = f"{show_size(size)} {direct / staged:.2f}{' (used)' if is_used else ''}"
+        by_kind.setdefault(kind, []).append(times)
+    parts = [f"{kind} {', '.join(times)}" for kind, times in by_kind.items()]
+    return "single copy, time relative to staging: " + "; ".join(parts)
+
+
+def self_test() -> tuple[int, str, str, list[tuple[str, int, int, float, float, bool]]]:
+    """Runs some operations on a rank; returns how many elements were wrong, the transport, its
+    encryption and what was measured about single copies."""
     import torch
     import torch.distributed as dist
 
@@ -375,9 +390,14 @@ def self_test() -> tuple[int, str, str]:
     sending.wait()
     wrong += int((received != ramp + (rank - 1) % size).sum())
 
+    for bytes_each in (MIB // 16, MIB, 16 * MIB):
+        tensor = torch.zeros(bytes_each // 4)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
     group: Any = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
-    return wrong, backend.transport(), backend.encryption()
+    return wrong, backend.transport(), backend.encryption(), native()._single_copies()
 
 
 Check = Callable[[], Iterator[Result]]

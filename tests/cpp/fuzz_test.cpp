@@ -197,7 +197,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
 
 // ---- where shared tensors lie -------------------------------------------------------------------
 
-constexpr size_t kTensorBytes = kLeastReduceOffer;
+constexpr size_t kTensorBytes = PeerMemory::kLeastSharedReduce;
 // With which each rank has a region of its own.
 const size_t kBlockBytes = SharedHeap::kRegionBytes - SharedHeap::headBytes();
 constexpr size_t kGuardBytes = 4096;
@@ -303,8 +303,10 @@ Task tell(ShmGroup group, const Lie& lie, const std::string& blob) {
     arena.arrive(group.signature, lie.blobBytes, lie.rounds, lie.isOffer != 0);
     AllArrived arrived(arena, group.signature);
     co_await arrived;
-    isNew = group.memory.isAnyNew(arena);
-    if (isNew) MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduce(group));
+    const PeerMemory::News news = group.memory.newsIn(arena);
+    isNew = news.isAny();
+    if (news.isRegion) MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduceRegions(group));
+    if (news.isProcess) MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduceProcesses(group));
   }
   for (const Counter counter : {Counter::kFilled, Counter::kReduced, Counter::kDone}) {
     arena.publish(counter, uint64_t{1} << 40);
@@ -354,7 +356,7 @@ void offer(const test::Input& input) {
   ASSERT_OK(Segment::create(shape.totalBytes(), &segment));
   Arena arenas[2] = {{segment, shape, 0, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured},
                      {segment, shape, 1, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured}};
-  PeerMemory memories[2] = {PeerMemory(0), PeerMemory(1)};
+  PeerMemory memories[2] = {{0, SingleCopyUse::kOff}, {1, SingleCopyUse::kOff}};
   Task honest = shmCollective({{*pair.mailboxes[0], 1, signature}, arenas[0], memories[0]}, call);
   Task lying = tell({{*pair.mailboxes[1], 1, signature}, arenas[1], memories[1]}, lie, blob);
   for (auto& listener : pair.listeners) listener.agreement().begin(1, signature);

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -159,6 +160,21 @@ extern "C" ssize_t recvmsg(int socket, msghdr* message, int flags) {
     message->msg_controllen = 0;
   }
   return got;
+}
+
+// What the kernel does not permit: reading this process; reading memory of this process, by itself.
+std::atomic<bool> refusesReads{false}, refusesOwn{false};
+// The process ends when it begins to read another one.
+std::atomic<bool> endsAtRead{false};
+
+extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long locals,
+                                    const iovec* remote, unsigned long remotes,
+                                    unsigned long flags) {
+  static const auto next =
+      reinterpret_cast<decltype(&process_vm_readv)>(dlsym(RTLD_NEXT, "process_vm_readv"));
+  if (pid == getpid() ? refusesOwn : refusesReads) return errno = EPERM, -1;
+  if (pid != getpid() && endsAtRead) _exit(0);
+  return next(pid, local, locals, remote, remotes, flags);
 }
 
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
@@ -428,16 +444,19 @@ void runMixture(Communicator& group, unsigned seed, int calls) {
 
 TEST(SharedTensors, collectivesOfAnyMixture) {
   const unsigned seed = std::random_device()();
-  for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Links::kShm,
-             [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 160); });
+  for (const char* use : {"off", "on", "auto"}) {
+    const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", use);
+    for (int ranks = 2; ranks <= 4; ++ranks) {
+      runWorld(ranks, Links::kShm,
+               [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 160); });
+    }
   }
 }
 
 // A rank that is a process can read the others' regions, and write to its own only.
 TEST(SharedTensors, processesReadEachOther) {
   const unsigned seed = std::random_device()();
-  constexpr size_t kCount = kLeastOffer / 4;
+  constexpr size_t kCount = PeerMemory::kLeastShared / 4;
   runProcesses(3, [&](Communicator& group) {
     const auto ranks = static_cast<size_t>(group.ranks());
     Elements in(true, kCount), out(true, ranks * kCount);
@@ -462,45 +481,51 @@ TEST(SharedTensors, processesReadEachOther) {
   });
 }
 
-// What all ranks share is read where it lies, from the first call on: their staging memory stays as
-// it was, and the arrivals say no more than where the tensors are. Only a reduce is not worth it.
+// What all ranks share is read in place, from the first call on, and so is any memory with single
+// copy: their staging memory stays as it was, and the arrivals contain only where the tensors are.
+// A reduce is always staged.
 TEST(SharedTensors, nothingIsStaged) {
-  constexpr size_t kCount = kLeastReduceOffer / 4;
-  for (int ranks = 2; ranks <= 4; ++ranks) {
-    for (const bool isShared : {true, false}) {
-      std::map<OpKind, std::atomic<size_t>> staged;
-      for (const OpKind kind : kKinds) staged[kind] = 0;
-      runWorld(ranks, Links::kShm, [&](Communicator& group) {
-        const int self = group.rank(), root = ranks - 1;
-        ASSERT_OK(run(group, call(OpKind::kBarrier)));
-        const Arena& arena = *group.arena();
-        for (const OpKind kind : kKinds) {
-          for (const bool isInPlace : {true, false}) {
-            const auto n = static_cast<size_t>(ranks);
-            Elements in(isShared, readsList(kind) ? n * kCount : kCount);
-            Elements out(isShared, writesList(kind) ? n * kCount : kCount);
-            in.fill(self, 0);
-            mark(arena);
-            EXPECT_OK(run(group, callOf(kind, in, out, kCount, group, root, isInPlace)));
-            staged.at(kind) += stagedBytes(arena);
-            if (!isShared || kind == OpKind::kReduce) continue;
-            EXPECT(arena.blobBytesOf(self) <= (n + 1) * sizeof(SharedSpan));
-          }
-        }
-      });
+  constexpr size_t kCount = PeerMemory::kLeastSharedReduce / 4;
+  const auto check = [](int ranks, bool isShared, bool isSingleCopy) {
+    const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", isSingleCopy ? "on" : "off");
+    std::map<OpKind, std::atomic<size_t>> staged;
+    for (const OpKind kind : kKinds) staged[kind] = 0;
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
+      const int self = group.rank(), root = ranks - 1;
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      const Arena& arena = *group.arena();
       for (const OpKind kind : kKinds) {
-        const std::string where = std::string(name(kind)) + " of " + std::to_string(ranks) + ": ";
-        const bool isAny = staged.at(kind) > 0;
-        const bool isRead = isShared && kind != OpKind::kReduce;
-        EXPECT_EQ(where + (isAny ? "staged" : "read"), where + (isRead ? "read" : "staged"));
+        for (const bool isInPlace : {true, false}) {
+          const auto n = static_cast<size_t>(ranks);
+          Elements in(isShared, readsList(kind) ? n * kCount : kCount);
+          Elements out(isShared, writesList(kind) ? n * kCount : kCount);
+          in.fill(self, 0);
+          mark(arena);
+          EXPECT_OK(run(group, callOf(kind, in, out, kCount, group, root, isInPlace)));
+          staged.at(kind) += stagedBytes(arena);
+          if ((!isShared && !isSingleCopy) || kind == OpKind::kReduce) continue;
+          EXPECT(arena.blobBytesOf(self) <= (n + 1) * sizeof(SharedSpan));
+        }
       }
+    });
+    for (const OpKind kind : kKinds) {
+      const std::string where = std::string(name(kind)) + " of " + std::to_string(ranks) + ": ";
+      const bool isAny = staged.at(kind) > 0;
+      const bool isRead = (isShared || isSingleCopy) && kind != OpKind::kReduce;
+      EXPECT_EQ(where + (isAny ? "staged" : "read"), where + (isRead ? "read" : "staged"));
     }
+  };
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    check(ranks, true, false);
+    check(ranks, false, false);
+    check(ranks, false, true);
   }
 }
 
 // A rank has no descriptor left when others give it theirs, and some later.
 TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
-  constexpr size_t kCount = kLeastReduceOffer / 4;
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "off");
+  constexpr size_t kCount = PeerMemory::kLeastSharedReduce / 4;
   runWorld(2, Links::kShm, [&](Communicator& group) {
     const int self = group.rank();
     Elements mine(true, kCount);
@@ -529,7 +554,7 @@ TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
 TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
   std::atomic<bool> hasLeft{false};
   runWorld(2, Links::kShm, [&](Communicator& group) {
-    Elements data(true, kLeastOffer);
+    Elements data(true, PeerMemory::kLeastShared);
     data.fill(group.rank(), 0);
     Call broadcast = call(OpKind::kBroadcast);
     broadcast.root = 0;
@@ -550,12 +575,141 @@ TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
   });
 }
 
-// What a peer says is looked at before it is used.
+// The locations that a peer sends are checked before they are used.
 TEST(SharedTensors, offersAreJudged) {
-  PeerMemory memory(0);
-  SharedSpan offered;
-  int own = 0;
-  EXPECT(!memory.offer({&own, sizeof(own)}, &offered));
-  EXPECT(memory.offer({nullptr, 0}, &offered));
-  EXPECT(memory.find(1, {1, SharedHeap::headBytes(), 64}) == nullptr);
+  ArenaShape shape;
+  shape.ranks = 2;
+  std::shared_ptr<Segment> segment;
+  ASSERT_OK(Segment::create(shape.totalBytes(), &segment));
+  Arena arenas[2] = {{segment, shape, 0, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured},
+                     {segment, shape, 1, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured}};
+  PeerMemory memory(0, SingleCopyUse::kOff);
+  std::vector<char> own(PeerMemory::kLeastShared);
+  const Call gather = call(OpKind::kAllGather);
+  EXPECT(memory.offer(arenas[0], gather, {{own.data(), own.size()}}, own.size()).empty());
+  const SharedSpan offers[] = {{1, SharedHeap::headBytes(), 64},
+                               {SharedSpan::kProcess, reinterpret_cast<uint64_t>(own.data()), 64}};
+  for (const SharedSpan& offer : offers) {
+    for (Arena& arena : arenas) {
+      std::memcpy(arena.beginBlob(sizeof(offer)), &offer, sizeof(offer));
+      arena.arrive(gather.signature(), sizeof(offer), 0, /*isOffer=*/true);
+    }
+    EXPECT_EQ(PeerMemory::offersOf(arenas[0], 1), 1u);
+    EXPECT(memory.view(arenas[0], 1, 0, 0, 64) == nullptr);
+    EXPECT(!memory.read(arenas[0], 1, 0, 0, {own.data(), 64}, false));
+  }
+}
+
+// ---- single copy
+
+namespace {
+
+using Choice = SingleCopy::Choice;
+
+std::string describe(const SingleCopy::Case& which) {
+  return std::string(name(which.kind)) + " of " + std::to_string(which.ranks) + ", 2^" +
+         std::to_string(which.logBytes);
+}
+
+}  // namespace
+
+// Each kind and size is measured once by the first group of so many ranks; the result of the call
+// is right.
+TEST(SingleCopy, isMeasuredOnce) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "auto");
+  runProcesses(2, [](Communicator& group) {
+    for (const size_t count : {20'000, 40'000, 5'000'000}) {
+      for (const OpKind kind : kKinds) {
+        const auto make = [&] {
+          Elements in(false, readsList(kind) ? 2 * count : count);
+          Elements out(false, writesList(kind) ? 2 * count : count);
+          in.fill(group.rank(), 0);
+          ASSERT_OK(run(group, callOf(kind, in, out, count, group, 0, false)));
+          if (kind != OpKind::kAllReduce) return;
+          out.expect([](size_t i) { return element(0, i) + element(1, i); }, "sum");
+        };
+        make();
+        const auto first = SingleCopy::process().measured();
+        make();
+        const auto second = SingleCopy::process().measured();
+        EXPECT_EQ(first.size(), second.size());
+        for (const auto& [which, result] : second) {
+          EXPECT(first.contains(which));
+          EXPECT(result.choice != Choice::kUnknown);
+          EXPECT(result.stagedMicros > 0 && result.directMicros > 0);
+        }
+      }
+    }
+    size_t found = 0;
+    for (const auto& [which, result] : SingleCopy::process().measured()) {
+      EXPECT_EQ(which.ranks, 2);
+      if (which.kind == OpKind::kReduce) EXPECT_EQ(describe(which), "");
+      ++found;
+    }
+    // A broadcast, a gather and a scatter ask only on one rank.
+    EXPECT(found >= 3 * 4);
+  });
+}
+
+// Single copy is chosen only if it is clearly faster, in all rounds but one.
+TEST(SingleCopy, theResultWithstandsNoise) {
+  const float staged[] = {10, 10, 10, 30};
+  const float faster[] = {7, 80, 6, 8}, sometimes[] = {7, 9.5, 10, 8},
+              similar[] = {9.5, 9.5, 9.5, 9};
+  EXPECT(SingleCopy::judge(staged, faster, 4).choice == Choice::kDirect);
+  EXPECT(SingleCopy::judge(staged, sometimes, 4).choice == Choice::kStaged);
+  EXPECT(SingleCopy::judge(staged, similar, 4).choice == Choice::kStaged);
+  EXPECT_EQ(SingleCopy::judge(staged, faster, 4).stagedMicros, 10.0);
+}
+
+// The permission is found by reading: a process that may not be read is not.
+TEST(SingleCopy, aProcessThatRefusesIsStaged) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
+  runProcesses(3, [](Communicator& group) {
+    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    if (group.rank() == 1) refusesReads = true;
+    constexpr size_t kCount = 100'000;
+    Elements in(false, kCount), out(false, 3 * kCount);
+    in.fill(group.rank(), 0);
+    mark(*group.arena());
+    ASSERT_OK(run(group, callOf(OpKind::kAllGather, in, out, kCount, group, 0, false)));
+    out.expect([](size_t i) { return element(static_cast<int>(i / kCount), i % kCount); },
+               "all_gather");
+    EXPECT(stagedBytes(*group.arena()) > 0);
+  });
+}
+
+// The owner of memory that no other process can read, as that of some devices, stages it.
+TEST(SingleCopy, memoryThatCannotBeReadIsStaged) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
+  runProcesses(2, [](Communicator& group) {
+    constexpr size_t kCount = 100'000;
+    Elements in(false, kCount), out(false, 2 * kCount);
+    in.fill(group.rank(), 0);
+    const Call gather = callOf(OpKind::kAllGather, in, out, kCount, group, 0, false);
+    ASSERT_OK(run(group, gather));
+    refusesOwn = group.rank() == 1;
+    mark(*group.arena());
+    ASSERT_OK(run(group, gather));
+    EXPECT_EQ(stagedBytes(*group.arena()) > 0, group.rank() == 1);
+    out.expect([](size_t i) { return element(static_cast<int>(i / kCount), i % kCount); },
+               "all_gather");
+  });
+}
+
+// A rank that ends while others read it is reported as any death, and no data of it is used.
+TEST(SingleCopy, aDeathWhileReadingIsReported) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
+  runProcesses(3, [](Communicator& group) {
+    constexpr size_t kCount = 100'000;
+    Elements in(false, kCount), out(false, 3 * kCount);
+    in.fill(group.rank(), 0);
+    const Call gather = callOf(OpKind::kAllGather, in, out, kCount, group, 0, false);
+    ASSERT_OK(run(group, gather));
+    endsAtRead = group.rank() == 1;
+    const Status status = run(group, gather);
+    EXPECT(status.code() == Code::kPeerLost);
+    EXPECT(status.message().find("rank 1 (") != std::string::npos);
+    EXPECT(status.message().find("cannot be read") == std::string::npos);
+  });
 }

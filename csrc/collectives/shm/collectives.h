@@ -1,7 +1,7 @@
 // The collectives of a group whose ranks are all on one host, in its arena.
 //
-// Large tensors that other ranks can read in place (PeerMemory) are offered to them; all others go
-// through the bulk areas. A rank that offers one waits at the end until no rank reads it any more.
+// Large tensors that other ranks can read (PeerMemory) are offered to them; all others go through
+// the bulk areas. A rank that offers one waits at the end until no rank reads it any more.
 // Thread contract: as Task. The objects of the ShmGroup, the call and its memory must outlive the
 // task.
 #pragma once
@@ -37,17 +37,15 @@ Task shmPairwise(ShmGroup group, const Call& call);
 // reduce write over their input.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
-// Smaller tensors are copied: that is faster than the wait at the end. Inputs of a reduction, if
-// read in place, also move from one core's cache to another's, which takes longer than a copy.
-constexpr size_t kLeastOffer = 128 * 1024;
-constexpr size_t kLeastReduceOffer = 1024 * 1024;
-
 // In the round after the last one, each rank reports that it has read the offers. isOffer: this
 // rank waits for all of them.
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer);
 
-// Introduces the ranks' memory, and begins the call again.
-Task shmAgain(ShmGroup group, const Call& call);
+// Prepares what the offers need, and begins the call again.
+Task shmAgain(ShmGroup group, const Call& call, PeerMemory::News news);
+// Makes the call both ways, with outputs of its own, and chooses the faster one for this kind and
+// size of call: the same on all ranks.
+Task shmMeasure(ShmGroup group, const Call& call);
 
 uint64_t roundsFor(size_t bytes, size_t perRound);
 // The part of `whole` that belongs to a round.
@@ -57,7 +55,4 @@ Span piece(Span whole, uint64_t round, size_t perRound);
 Status arrivalMismatch(const CallContext& context, const AllArrived& arrived);
 // The error if one rank sends another a size that the receiver does not expect.
 Status sizeMismatch(const CallContext& context, int from, uint64_t sent, int to, uint64_t expected);
-// The error if a rank offers memory that it has not shared.
-Status shmBadOffer(const ShmGroup& group, int rank);
-
 }  // namespace mycoll

@@ -9,8 +9,8 @@
 // A rank that only writes runs ahead of its readers, until it reaches an area that one of them has
 // not finished (roundsBefore).
 //
-// If a rank offers its data from shared memory, the others copy it from there, before the rounds of
-// the ranks that offer nothing. In one more round each rank reports that it has read the offers:
+// If a rank offers its data (PeerMemory), the others read it from its own memory, before the rounds
+// of the ranks that offer nothing. In one more round each rank reports that it has read the offers:
 // the ranks that offer wait for that.
 #include <algorithm>
 #include <cstring>
@@ -64,36 +64,24 @@ Published published(const Call& call, int rank) {
   return result;
 }
 
-// Offers the data for each rank. Returns an empty list unless all of it can be read in place.
-std::vector<SharedSpan> offerEach(const ShmGroup& group, const Spans& spans) {
-  std::vector<SharedSpan> offered(spans.size());
-  if (spans.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
-  for (size_t rank = 0; rank < spans.size(); ++rank) {
-    if (static_cast<int>(rank) == group.arena.rank()) {
-      offered[rank].bytes = spans[rank].bytes;
-    } else if (!group.memory.offer(spans[rank], &offered[rank])) {
-      return {};
-    }
-  }
-  return offered;
-}
-
-// Awaited after the last piece was read in place. Not ok: the group has failed meanwhile, so the
-// owner may have used the memory for something else. Not ready while a rank writes the cause: the
-// owner may not have waited for that.
+// Awaited after the last piece was read. Not ok: the group has failed meanwhile, so the owner may
+// have used the memory for something else. Not ready while a rank writes the cause: the owner may
+// not have waited for that. Nor if a process has ended: the group is about to fail.
 class ReadInTime final : public Condition {
  public:
-  explicit ReadInTime(const ShmGroup& group) : arena_(group.arena) {}
+  explicit ReadInTime(const ShmGroup& group)
+      : arena_(group.arena), areAlive_(group.memory.areProcessesAlive()) {}
   bool ready() override {
     // Reads the state after the data. An owner that writes data marks the failure before:
     // Arena::fail().
     std::atomic_thread_fence(std::memory_order_acquire);
-    return !arena_.isFailing();
+    return !arena_.isFailing() && (areAlive_ || arena_.hasFailed());
   }
   Status status() const { return arena_.failure(); }
 
  private:
   const Arena& arena_;
+  const bool areAlive_;
 };
 
 }  // namespace
@@ -112,8 +100,12 @@ Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   co_return Status();
 }
 
-Task shmAgain(ShmGroup group, const Call& call) {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduce(group));
+Task shmAgain(ShmGroup group, const Call& call, PeerMemory::News news) {
+  if (news.isRegion) MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduceRegions(group));
+  if (news.isProcess) MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduceProcesses(group));
+  if (news.isUnmeasured && group.memory.hasAccess()) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shmMeasure(group, call));
+  }
   Status status = co_await shmCollective(group, call);
   co_return status;
 }
@@ -153,13 +145,6 @@ Status sizeMismatch(const CallContext& context, int from, uint64_t sent, int to,
                 fields);
 }
 
-Status shmBadOffer(const ShmGroup& group, int rank) {
-  return Status(Code::kInternal, group.mailbox.describeRank(rank) +
-                                     " offers memory that it has not shared, in collective #" +
-                                     std::to_string(group.sequence) + ", " +
-                                     group.signature.describe());
-}
-
 Task shmBarrier(ShmGroup group) {
   Arena& arena = group.arena;
   const Signature& signature = group.signature;
@@ -179,18 +164,17 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const Published plan = published(call, self);
   const bool isSmall = plan.mine.bytes <= arena.shape().smallBytes;
   const uint64_t myBytes = plan.mine.bytes;
-  SharedSpan offered;
-  const bool isOffer =
-      !isSmall && myBytes >= kLeastOffer && group.memory.offer(plan.mine, &offered);
-
-  const size_t blobBytes = isSmall ? myBytes : isOffer ? sizeof(offered) : sizeof(myBytes);
+  std::vector<SharedSpan> offered;
+  if (!isSmall) offered = group.memory.offer(arena, call, {plan.mine}, myBytes);
+  const bool isOffer = !offered.empty();
+  const size_t blobBytes = isSmall ? myBytes : isOffer ? sizeof(SharedSpan) : sizeof(myBytes);
   char* blob = arena.beginBlob(blobBytes);
   const size_t chunk = arena.shape().chunkBytes;
   const uint64_t myRounds = isSmall || isOffer ? 0 : roundsFor(myBytes, chunk);
   if (isSmall) {
     arena.fill(blob, plan.mine.data, blobBytes);
   } else if (isOffer) {
-    std::memcpy(blob, &offered, blobBytes);
+    std::memcpy(blob, offered.data(), blobBytes);
   } else {
     std::memcpy(blob, &myBytes, blobBytes);
   }
@@ -215,8 +199,8 @@ Task shmPublish(ShmGroup group, const Call& call) {
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
-  if (group.memory.isAnyNew(arena)) {
-    Status status = co_await shmAgain(group, call);
+  if (const PeerMemory::News news = group.memory.newsIn(arena); news.isAny()) {
+    Status status = co_await shmAgain(group, call, news);
     co_return status;
   }
 
@@ -246,9 +230,10 @@ Task shmPublish(ShmGroup group, const Call& call) {
     const int rank = (self + step) % arena.ranks();
     const Span target = plan.from(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    const char* theirs = group.memory.find(arena, rank, 0, target.bytes);
-    if (!theirs) co_return shmBadOffer(group, rank);
-    copy(target.data, theirs, target.bytes, isStreaming);
+    if (!group.memory.read(arena, rank, 0, 0, target, isStreaming)) {
+      Status status = co_await group.memory.unreadable(group, rank);
+      co_return status;
+    }
   }
 
   const uint64_t rounds = maxRounds(arena);
@@ -300,7 +285,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   }
   const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
   std::vector<SharedSpan> offered;
-  if (!isSmall && dataBytes >= kLeastOffer) offered = offerEach(group, call.in);
+  if (!isSmall) offered = group.memory.offer(arena, call, call.in, dataBytes);
   const bool isOffer = !offered.empty();
   const size_t blobBytes =
       isOffer ? offered.size() * sizeof(SharedSpan) : tableBytes + (isSmall ? dataBytes : 0);
@@ -335,8 +320,8 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
-  if (group.memory.isAnyNew(arena)) {
-    Status status = co_await shmAgain(group, call);
+  if (const PeerMemory::News news = group.memory.newsIn(arena); news.isAny()) {
+    Status status = co_await shmAgain(group, call, news);
     co_return status;
   }
 
@@ -382,9 +367,10 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const int rank = (self + step) % ranks;
     const Span target = incoming(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    const char* theirs = group.memory.find(arena, rank, static_cast<size_t>(self), target.bytes);
-    if (!theirs) co_return shmBadOffer(group, rank);
-    copy(target.data, theirs, target.bytes, isStreaming);
+    if (!group.memory.read(arena, rank, static_cast<size_t>(self), 0, target, isStreaming)) {
+      Status status = co_await group.memory.unreadable(group, rank);
+      co_return status;
+    }
   }
 
   const uint64_t rounds = maxRounds(arena);

@@ -1,12 +1,18 @@
 #include "collectives/shm/peer_memory.h"
 
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <vector>
 
 #include "base/log.h"
 #include "collectives/batch.h"
 #include "collectives/shm/collectives.h"
+#include "kernels/copy.h"
 #include "transport/mailbox.h"
 #include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
@@ -16,6 +22,8 @@ namespace {
 
 // After so many introductions that failed, a region's tensors always go through the arena.
 constexpr int kMostTries = 3;
+// A few of these fit in the cache of a core.
+constexpr size_t kViewBytes = 128 * 1024;
 
 // A region that is passed to the other ranks.
 struct Passing {
@@ -26,20 +34,97 @@ struct Passing {
   std::shared_ptr<Segment> segment;
 };
 
+// Returns -1 if the kernel is too old.
+int openProcess(pid_t pid) {
+#ifdef SYS_pidfd_open
+  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+#else
+  return -1;
+#endif
+}
+
+bool hasEnded(int pidfd) {
+  pollfd poll{pidfd, POLLIN, 0};
+  return ::poll(&poll, 1, 0) > 0;
+}
+
+// Ready when the group has failed: that will be because this rank's process has ended.
+class GroupFailed final : public Condition {
+ public:
+  GroupFailed(const Arena& arena, int rank) : arena_(arena), rank_(rank) {}
+  bool ready() override { return arena_.hasFailed() && !arena_.isFailing(); }
+  std::vector<int> missing() const override { return {arena_.memberOf(rank_)}; }
+
+ private:
+  const Arena& arena_;
+  const int rank_;
+};
+
+// In these calls a rank has a piece for each rank.
+bool isForItself(OpKind kind, size_t piece, int self) {
+  return (kind == OpKind::kAllToAll || kind == OpKind::kScatter) &&
+         piece == static_cast<size_t>(self);
+}
+
 }  // namespace
 
-bool PeerMemory::offer(const Span& mine, SharedSpan* offered) const {
-  *offered = {0, 0, mine.bytes};
-  if (mine.bytes == 0) return true;
-  const SharedPlace place = SharedHeap::process().find(mine);
-  if (place.region == 0) return false;
-  const auto known = known_.find({self_, place.region});
-  if (known != known_.end() && !known->second.isUsable &&
-      (known->second.tries == kMostTries || !known->second.retry.expired())) {
-    return false;
+std::vector<SharedSpan> PeerMemory::offer(const Arena& arena, const Call& call, const Spans& pieces,
+                                          size_t bytes) {
+  const bool isReduction = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduceScatter;
+  question_.reset();
+  if (bytes < SingleCopy::kLeastBytes) return {};
+  if (pieces.size() * sizeof(SharedSpan) > arena.shape().smallBytes) return {};
+  std::vector<SharedSpan> offered(pieces.size());
+  const bool mayBeShared = bytes >= (isReduction ? kLeastSharedReduce : kLeastShared) &&
+                           forced_ == SingleCopy::Choice::kUnknown;
+  if (mayBeShared && offerShared(call.kind, pieces, &offered)) return offered;
+  if (offerProcess(arena, call.kind, pieces, bytes, &offered)) return offered;
+  return {};
+}
+
+// Memory of 0 bytes can always be offered, and also the piece that a rank has for itself.
+bool PeerMemory::offerShared(OpKind kind, const Spans& pieces,
+                             std::vector<SharedSpan>* offered) const {
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    SharedSpan& span = (*offered)[i];
+    span = {0, 0, pieces[i].bytes};
+    if (pieces[i].bytes == 0 || isForItself(kind, i, self_)) continue;
+    const SharedPlace place = SharedHeap::process().find(pieces[i]);
+    if (place.region == 0) return false;
+    const auto known = known_.find({self_, place.region});
+    if (known != known_.end() && !known->second.isUsable &&
+        (known->second.tries == kMostTries || !known->second.retry.expired())) {
+      return false;
+    }
+    span.region = place.region;
+    span.offset = place.offset;
   }
-  offered->region = place.region;
-  offered->offset = place.offset;
+  return true;
+}
+
+bool PeerMemory::offerProcess(const Arena& arena, OpKind kind, const Spans& pieces, size_t bytes,
+                              std::vector<SharedSpan>* offered) {
+  using Choice = SingleCopy::Choice;
+  if (use_ == SingleCopyUse::kOff || access_ == Access::kRefused) return false;
+  Choice choice = forced_;
+  if (choice == Choice::kUnknown && use_ == SingleCopyUse::kOn) choice = Choice::kDirect;
+  const SingleCopy::Case which = SingleCopy::caseOf(kind, arena.ranks(), bytes);
+  bool isAgain = false;
+  if (choice == Choice::kUnknown) {
+    const auto chosen = chosen_.find(which);
+    if (chosen != chosen_.end()) {
+      choice = chosen->second.way;
+      isAgain = choice == Choice::kDirect && ++chosen->second.calls >= chosen->second.nextAgain;
+    }
+  }
+  if (choice == Choice::kStaged) return false;
+  const bool isKnown = choice == Choice::kDirect && !isAgain;
+  const uint64_t region = isKnown ? SharedSpan::kProcess : SharedSpan::kProcessUnmeasured;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (!isForItself(kind, i, self_) && !isReadableByOthers(pieces[i])) return false;
+    (*offered)[i] = {region, reinterpret_cast<uint64_t>(pieces[i].data), pieces[i].bytes};
+  }
+  if (!isKnown) question_ = Question{which, isAgain};
   return true;
 }
 
@@ -71,8 +156,16 @@ bool PeerMemory::areAllOffered(const Arena& arena) {
   return true;
 }
 
-bool PeerMemory::isAnyNew(const Arena& arena) const {
-  return isAnyOffered(arena) && !newIn(arena).empty();
+PeerMemory::News PeerMemory::newsIn(const Arena& arena) const {
+  News news;
+  if (!isAnyOffered(arena)) return news;
+  news.isRegion = !newIn(arena).empty();
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    const SharedSpan first = offerOf(arena, rank, 0);
+    news.isProcess |= first.isOfProcess() && access_ == Access::kUnknown;
+    news.isUnmeasured |= first.region == SharedSpan::kProcessUnmeasured;
+  }
+  return news;
 }
 
 // Returns the new regions in an order that is the same on all ranks, and no more than one arrival
@@ -86,7 +179,7 @@ std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
       const auto known = known_.find(name);
       const bool isKnown =
           known != known_.end() && (known->second.isUsable || known->second.tries == kMostTries);
-      if (name.second == 0 || isKnown) continue;
+      if (name.second == 0 || name.second >= SharedSpan::kProcessUnmeasured || isKnown) continue;
       if (std::find(names.begin(), names.end(), name) != names.end()) continue;
       if (names.size() == Arrival::kInlineBytes) return names;
       names.push_back(name);
@@ -95,7 +188,7 @@ std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
   return names;
 }
 
-Task PeerMemory::introduce(ShmGroup group) {
+Task PeerMemory::introduceRegions(ShmGroup group) {
   Arena& arena = group.arena;
   Mailbox& mailbox = group.mailbox;
   const int ranks = arena.ranks();
@@ -160,15 +253,131 @@ Task PeerMemory::introduce(ShmGroup group) {
   co_return Status();
 }
 
+// ---- processes
+
+Task PeerMemory::introduceProcesses(ShmGroup group) {
+  Arena& arena = group.arena;
+  const int ranks = arena.ranks();
+  const PeerList& peers = group.mailbox.group().peers;
+  if (use_ != SingleCopyUse::kOff) permitReading();
+  const std::string& uid = peers[self_].uid;
+  const auto address = reinterpret_cast<uint64_t>(uid.data());
+  std::memcpy(arena.beginBlob(sizeof(address)), &address, sizeof(address));
+  arena.arrive(group.signature, sizeof(address), 0);
+  AllArrived arrived(arena, group.signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  processes_.clear();
+  processes_.resize(static_cast<size_t>(ranks));
+  bool canReadAll = true;
+  for (int rank = 0; rank < ranks && canReadAll; ++rank) {
+    if (rank == self_) continue;
+    uint64_t theirs = 0;
+    const char* const blob = arena.blobOf(rank);
+    if (blob && arena.blobBytesOf(rank) == sizeof(theirs))
+      std::memcpy(&theirs, blob, sizeof(theirs));
+    const PeerAddress& peer = peers[rank];
+    canReadAll = peer.pidSpace == peers[self_].pidSpace && canRead(peer, theirs, &processes_[rank]);
+  }
+  *arena.beginBlob(1) = static_cast<char>(canReadAll);
+  arena.arrive(group.signature, 1, 0);
+  AllArrived haveRead(arena, group.signature);
+  co_await haveRead;
+  if (haveRead.differingRank() >= 0) co_return arrivalMismatch(group, haveRead);
+  access_ = Access::kGranted;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const char* const blob = arena.blobOf(rank);
+    if (!blob || arena.blobBytesOf(rank) != 1 || *blob == 0) access_ = Access::kRefused;
+  }
+  MYCOLL_LOG_DEBUG("group '%s': ranks %s read each other's memory",
+                   group.mailbox.group().name.c_str(), hasAccess() ? "can" : "cannot");
+  if (!hasAccess()) processes_.clear();
+  co_return Status();
+}
+
+// Reads the uid, which only this process has at that address.
+bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* process) const {
+  std::string uid(PeerAddress::kUidLength, '\0');
+  process->pid = peer.pid;
+  process->fd.reset(openProcess(peer.pid));
+  return process->fd && readProcess(peer.pid, uid.data(), address, uid.size()) == 0 &&
+         uid == peer.uid && !hasEnded(process->fd.get());
+}
+
+bool PeerMemory::areProcessesAlive() const {
+  return std::none_of(processes_.begin(), processes_.end(),
+                      [](const Process& each) { return each.fd && hasEnded(each.fd.get()); });
+}
+
+void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {
+  Chosen& chosen = chosen_[of];
+  if (chosen.calls >= chosen.nextAgain) chosen.nextAgain = chosen.calls * Chosen::kAgain;
+  chosen.way = way;
+}
+
+// ---- reading
+
+const char* PeerMemory::view(const Arena& arena, int rank, size_t index, size_t offset,
+                             size_t bytes) {
+  error_ = 0;
+  const SharedSpan offered = offerOf(arena, rank, index);  // it may change at any time
+  if (offset > offered.bytes || bytes > offered.bytes - offset) return nullptr;
+  if (!offered.isOfProcess()) {
+    const char* const place = find(rank, offered);
+    return place ? place + offset : nullptr;
+  }
+  if (!hasAccess() || bytes > kViewBytes) return nullptr;
+  buffers_.resize(static_cast<size_t>(arena.ranks()));
+  std::unique_ptr<char[]>& buffer = buffers_[rank];
+  if (!buffer) buffer = std::make_unique_for_overwrite<char[]>(kViewBytes);
+  error_ = readProcess(processes_[rank].pid, buffer.get(), offered.offset + offset, bytes);
+  return error_ == 0 ? buffer.get() : nullptr;
+}
+
+bool PeerMemory::read(const Arena& arena, int rank, size_t index, size_t offset, const Span& to,
+                      bool isStreaming) {
+  const SharedSpan offered = offerOf(arena, rank, index);
+  if (offered.isOfProcess()) {
+    error_ = 0;
+    const bool isInside = offset <= offered.bytes && to.bytes <= offered.bytes - offset;
+    if (!isInside || !hasAccess()) return false;
+    error_ = readProcess(processes_[rank].pid, to.data, offered.offset + offset, to.bytes);
+    return error_ == 0;
+  }
+  const char* const place = view(arena, rank, index, offset, to.bytes);
+  if (place) copy(to.data, place, to.bytes, isStreaming);
+  return place != nullptr;
+}
+
+size_t PeerMemory::viewBytes(const Arena& arena) {
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    if (offerOf(arena, rank, 0).isOfProcess()) return kViewBytes;
+  }
+  return SIZE_MAX;
+}
+
+Task PeerMemory::unreadable(ShmGroup group, int rank) const {
+  const std::string call =
+      ", in collective #" + std::to_string(group.sequence) + ", " + group.signature.describe();
+  const std::string who = group.mailbox.describeRank(rank);
+  if (error_ == 0) {
+    co_return Status(Code::kInternal, who + " offers memory that it has not shared" + call);
+  }
+  if (error_ == ESRCH || !areProcessesAlive() || group.arena.isFailing() ||
+      group.arena.hasFailed()) {
+    GroupFailed failed(group.arena, rank);
+    co_await failed;
+    co_return group.arena.failure();
+  }
+  co_return Status(Code::kInternal, "the memory of " + who + " cannot be read (" +
+                                        strerror(error_) + ")" + call +
+                                        ". Set MYCOLL_SINGLE_COPY=off on all ranks");
+}
+
 const char* PeerMemory::find(int rank, const SharedSpan& offered) const {
   const auto known = known_.find({rank, offered.region});
   if (known == known_.end() || !known->second.segment) return nullptr;
   return SharedHeap::memoryAt(*known->second.segment, offered.offset, offered.bytes);
-}
-
-const char* PeerMemory::find(const Arena& arena, int rank, size_t index, size_t bytes) const {
-  const SharedSpan offered = offerOf(arena, rank, index);
-  return offered.bytes == bytes ? find(rank, offered) : nullptr;
 }
 
 // Region numbers are never reused, so it does not matter when a rank forgets one.

@@ -48,16 +48,10 @@ constexpr size_t kDirectChunk = 4 * 1024 * 1024;
 
 // Offers this rank's tensors to the others: its inputs, and the output if that is read.
 std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
-  if (totalBytes(call.in) < kLeastReduceOffer) return {};
   if (call.kind == OpKind::kReduce) return {};  // the root would read alone
-  const bool isOutputRead = call.kind == OpKind::kAllReduce;
-  std::vector<SharedSpan> offered(call.in.size() + isOutputRead);
-  if (offered.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
-  for (size_t i = 0; i < call.in.size(); ++i) {
-    if (!group.memory.offer(call.in[i], &offered[i])) return {};
-  }
-  if (isOutputRead && !group.memory.offer(call.out[0], &offered.back())) return {};
-  return offered;
+  const size_t bytes = totalBytes(call.in);
+  if (call.kind != OpKind::kAllReduce) return group.memory.offer(group.arena, call, call.in, bytes);
+  return group.memory.offer(group.arena, call, {call.in[0], call.out[0]}, bytes);
 }
 
 // Writes the locations, if there are any, to the blob. Returns the size of the blob.
@@ -66,20 +60,6 @@ size_t beginOffer(Arena& arena, const std::vector<SharedSpan>& offered) {
   char* const blob = arena.beginBlob(bytes);
   if (bytes > 0) std::memcpy(blob, offered.data(), bytes);
   return bytes;
-}
-
-// Finds each rank's tensor of this index; for this rank, that is `mine`. All agree on the size.
-Status findTensors(const ShmGroup& group, size_t index, const Span& mine,
-                   std::vector<const char*>* found) {
-  found->resize(group.arena.ranks());
-  for (int rank = 0; rank < group.arena.ranks(); ++rank) {
-    const char*& place = (*found)[rank];
-    place = mine.begin();
-    if (rank == group.arena.rank() || mine.bytes == 0) continue;
-    place = group.memory.find(group.arena, rank, index, mine.bytes);
-    if (!place) return shmBadOffer(group, rank);
-  }
-  return Status();
 }
 
 // How a tensor is cut into rounds and slices; the same on all ranks.
@@ -142,8 +122,8 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
 // Reduces what all ranks have offered; called after the arrival. Publishes results in rounds only
 // if ranks wait for each other's.
 Task shmReduceDirect(ShmGroup group, const Call& call) {
-  if (group.memory.isAnyNew(group.arena)) {
-    Status status = co_await shmAgain(group, call);
+  if (const PeerMemory::News news = group.memory.newsIn(group.arena); news.isAny()) {
+    Status status = co_await shmAgain(group, call, news);
     co_return status;
   }
   Arena& arena = group.arena;
@@ -152,9 +132,6 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   const bool isAll = call.kind == OpKind::kAllReduce;
   const size_t index = isAll ? 0 : static_cast<size_t>(self);
   const Span mine = call.in[index];
-  std::vector<const char*> inputs, outputs;
-  MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
-  if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
   const bool isStreaming = isStreamingResult(call);
   // The copied result replaces an input that another rank has read, and often still has in its
   // cache: stores through the caches would have to request each line, and fetch it, first.
@@ -163,23 +140,36 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   // A part of a reduce_scatter is one slice.
   const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
   const int slot = isAll ? self : 0;
+  const size_t viewBytes = PeerMemory::viewBytes(arena);
   std::vector<const void*> pieces(ranks);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
-    const Span part = slices.of(slot, round, mine.data);
-    const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
-    for (int rank = 0; rank < ranks; ++rank) pieces[rank] = inputs[rank] + begin;
-    reduce(call.dtype, call.reduceOp, call.out[0].begin() + begin, pieces.data(), ranks,
-           part.bytes / call.elementBytes, ranks, isStreaming);
+    const Span slice = slices.of(slot, round, mine.data);
+    for (size_t done = 0; done < slice.bytes;) {
+      const Span part{slice.begin() + done, std::min(slice.bytes - done, viewBytes)};
+      const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
+      for (int rank = 0; rank < ranks; ++rank) {
+        pieces[rank] =
+            rank == self ? part.data : group.memory.view(arena, rank, index, begin, part.bytes);
+        if (pieces[rank]) continue;
+        Status status = co_await group.memory.unreadable(group, rank);
+        co_return status;
+      }
+      reduce(call.dtype, call.reduceOp, call.out[0].begin() + begin, pieces.data(), ranks,
+             part.bytes / call.elementBytes, ranks, isStreaming);
+      done += part.bytes;
+    }
     if (!isAll) continue;
     arena.publish(Counter::kReduced, round + 1);
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
-      const Span slice = slices.of(owner, round, call.out[0].data);
-      if (slice.bytes == 0) continue;
+      const Span result = slices.of(owner, round, call.out[0].data);
+      if (result.bytes == 0) continue;
       RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
       co_await isReduced;
-      copy(slice.data, outputs[owner] + (slice.begin() - call.out[0].begin()), slice.bytes,
-           isFetchStreaming);
+      const auto offset = static_cast<size_t>(result.begin() - call.out[0].begin());
+      if (group.memory.read(arena, owner, 1, offset, result, isFetchStreaming)) continue;
+      Status status = co_await group.memory.unreadable(group, owner);
+      co_return status;
     }
   }
   Status status = co_await endOffers(group, isAll ? slices.rounds - 1 : 0, /*isOffer=*/true);
@@ -213,7 +203,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
-  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
   }
@@ -275,7 +265,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
-  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
   }
@@ -353,7 +343,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
-  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
   }

@@ -1,0 +1,145 @@
+// Which way the ranks take for calls of one kind and size: staging, or SingleCopy. They make the
+// call that asks for it several times in both ways, alternately, with scratch outputs:
+//
+//   each     arrive: which results it has already, whether it has memory for the outputs
+//            the call by staging, the call by single copy, and again
+//            arrive: the times
+//   all      compare the slowest rank's times
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <optional>
+
+#include "base/log.h"
+#include "collectives/shm/collectives.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+namespace {
+
+using Choice = SingleCopy::Choice;
+
+// What a rank publishes before the measurement.
+struct Before {
+  bool isAsking = false;  // the call is large enough on this rank
+  Choice known = Choice::kUnknown;
+  bool hasScratch = false;
+  uint64_t bytes = 0;  // of its tensors
+};
+
+constexpr int kRounds = 6, kRoundsOfLarge = 4;
+constexpr size_t kLarge = 4 * 1024 * 1024;
+
+// What it publishes after that: the microseconds of each round. They fit into its arrival.
+struct Times {
+  float staged[kRounds] = {}, direct[kRounds] = {};
+};
+static_assert(sizeof(Times) <= Arrival::kInlineBytes);
+
+// Returns the same call with other outputs, and only the beginning of large tensors. The sizes
+// depend only on those of the call: so the ranks still agree.
+Call trialOf(const Call& call, int ranks, std::unique_ptr<char[]>* scratch) {
+  Call trial = call;
+  const bool isWhole = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
+                       call.kind == OpKind::kBroadcast;
+  size_t most = SingleCopy::kMostBytes / static_cast<size_t>(isWhole ? 1 : ranks);
+  most -= most % call.elementBytes;
+  for (Span& span : trial.in) span.bytes = std::min(span.bytes, most);
+  for (Span& span : trial.out) span.bytes = std::min(span.bytes, most);
+  const size_t bytes = totalBytes(trial.out);
+  scratch->reset(new (std::nothrow) char[bytes]);
+  char* end = scratch->get();
+  if (!end) return trial;
+  std::memset(end, 0, bytes);  // else all pages would be one, of zeros
+  for (Span& span : trial.out) {
+    span.data = end;
+    end += span.bytes;
+  }
+  return trial;
+}
+
+template <typename T>
+void arriveWith(ShmGroup& group, const T& value) {
+  std::memcpy(group.arena.beginBlob(sizeof(value)), &value, sizeof(value));
+  group.arena.arrive(group.signature, sizeof(value), 0);
+}
+
+template <typename T>
+T valueOf(const Arena& arena, int rank) {
+  T value;
+  const char* const blob = arena.blobOf(rank);
+  if (blob && arena.blobBytesOf(rank) == sizeof(value)) std::memcpy(&value, blob, sizeof(value));
+  return value;
+}
+
+}  // namespace
+
+Task shmMeasure(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  PeerMemory& memory = group.memory;
+  const std::optional<PeerMemory::Question> asked = memory.takeQuestion();
+  Before before;
+  before.isAsking = asked.has_value();
+  if (asked && !asked->isAgain) before.known = SingleCopy::process().choice(asked->of);
+  std::unique_ptr<char[]> scratch;
+  const Call trial = trialOf(call, arena.ranks(), &scratch);
+  before.hasScratch = scratch != nullptr;
+  before.bytes = totalBytes(trial.in) + totalBytes(trial.out);
+  arriveWith(group, before);
+  AllArrived arrived(arena, group.signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  bool isKnown = true, haveScratch = true, isLarge = false;
+  Choice choice = Choice::kDirect;  // unless a rank has found the other
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    const auto theirs = valueOf<Before>(arena, rank);
+    haveScratch &= theirs.hasScratch;
+    isLarge |= theirs.bytes >= kLarge;
+    if (!theirs.isAsking) continue;
+    isKnown &= theirs.known != Choice::kUnknown;
+    if (theirs.known == Choice::kStaged) choice = Choice::kStaged;
+  }
+  if (isKnown || !haveScratch) {
+    if (asked) memory.choose(asked->of, isKnown ? choice : Choice::kStaged);
+    co_return Status();
+  }
+
+  const int rounds = isLarge ? kRoundsOfLarge : kRounds;
+  Times mine;
+  for (int round = -1; round < rounds; ++round) {  // the first waits for pages, and fills caches
+    for (const Choice way : {Choice::kStaged, Choice::kDirect}) {
+      MYCOLL_CO_RETURN_IF_ERROR(co_await shmBarrier(group));
+      const auto began = std::chrono::steady_clock::now();
+      memory.force(way);
+      MYCOLL_CO_RETURN_IF_ERROR(co_await shmCollective(group, trial));
+      memory.force(Choice::kUnknown);
+      const std::chrono::duration<float, std::micro> took =
+          std::chrono::steady_clock::now() - began;
+      if (round >= 0) (way == Choice::kStaged ? mine.staged : mine.direct)[round] = took.count();
+    }
+  }
+  arriveWith(group, mine);
+  AllArrived haveMeasured(arena, group.signature);
+  co_await haveMeasured;
+  if (haveMeasured.differingRank() >= 0) co_return arrivalMismatch(group, haveMeasured);
+  Times slowest;
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    const auto theirs = valueOf<Times>(arena, rank);
+    for (int round = 0; round < rounds; ++round) {
+      slowest.staged[round] = std::max(slowest.staged[round], theirs.staged[round]);
+      slowest.direct[round] = std::max(slowest.direct[round], theirs.direct[round]);
+    }
+  }
+  const SingleCopy::Measured result = SingleCopy::judge(slowest.staged, slowest.direct, rounds);
+  MYCOLL_LOG_DEBUG("%s: staged %.1f us, single copy %.1f us", group.signature.describe().c_str(),
+                   result.stagedMicros, result.directMicros);
+  if (asked) {
+    memory.choose(asked->of, result.choice);
+    SingleCopy::process().keep(asked->of, result);
+  }
+  co_return Status();
+}
+
+}  // namespace mycoll

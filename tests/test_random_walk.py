@@ -277,3 +277,9 @@ def test_random_walk_in_small_rounds(fresh, ranks):
     """What takes one round or two of shared memory takes hundreds."""
     env = {"MYCOLL_CHUNK_BYTES": "4096", "MYCOLL_SMALL_BYTES": "100"}
     fresh(ranks, "shm", env=env).run(walk, 4, deadline=90)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_walk_by_single_copy(fresh, mycoll_only, ranks):
+    """The ranks read each other's ordinary tensors through the kernel."""
+    fresh(ranks, "shm", env=(("MYCOLL_SINGLE_COPY", "on"),)).run(walk, 5, deadline=90)

@@ -41,6 +41,9 @@ constexpr size_t kStreamingOutput = 1024 * 1024;
 // rank waits for all of them.
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer);
 
+// After Arena::beginBlob(): arrives, and waits for all ranks. Fails if one makes another call.
+Task shmArrive(ShmGroup group, size_t blobBytes, uint64_t rounds = 0, bool isOffer = false);
+
 // Prepares what the offers need, and begins the call again.
 Task shmAgain(ShmGroup group, const Call& call, PeerMemory::News news);
 // Makes the call both ways, with outputs of its own, and chooses the faster one for this kind and

@@ -145,15 +145,18 @@ Status sizeMismatch(const CallContext& context, int from, uint64_t sent, int to,
                 fields);
 }
 
-Task shmBarrier(ShmGroup group) {
-  Arena& arena = group.arena;
-  const Signature& signature = group.signature;
-  arena.beginBlob(0);
-  arena.arrive(signature, 0, 0);
-  AllArrived arrived(arena, signature);
+Task shmArrive(ShmGroup group, size_t blobBytes, uint64_t rounds, bool isOffer) {
+  group.arena.arrive(group.signature, blobBytes, rounds, isOffer);
+  AllArrived arrived(group.arena, group.signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
   co_return Status();
+}
+
+Task shmBarrier(ShmGroup group) {
+  group.arena.beginBlob(0);
+  Status status = co_await shmArrive(group, 0);
+  co_return status;
 }
 
 // The blob is the data itself if small; otherwise its size, or its location.

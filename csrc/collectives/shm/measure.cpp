@@ -61,9 +61,10 @@ Call trialOf(const Call& call, int ranks, std::unique_ptr<char[]>* scratch) {
 }
 
 template <typename T>
-void arriveWith(ShmGroup& group, const T& value) {
+Task exchange(ShmGroup group, const T& value) {
   std::memcpy(group.arena.beginBlob(sizeof(value)), &value, sizeof(value));
-  group.arena.arrive(group.signature, sizeof(value), 0);
+  Status status = co_await shmArrive(group, sizeof(value));
+  co_return status;
 }
 
 template <typename T>
@@ -87,10 +88,7 @@ Task shmMeasure(ShmGroup group, const Call& call) {
   const Call trial = trialOf(call, arena.ranks(), &scratch);
   before.hasScratch = scratch != nullptr;
   before.bytes = totalBytes(trial.in) + totalBytes(trial.out);
-  arriveWith(group, before);
-  AllArrived arrived(arena, group.signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await exchange(group, before));
   bool isKnown = true, haveScratch = true, isLarge = false;
   Choice choice = Choice::kDirect;  // unless a rank has found the other
   for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -120,10 +118,7 @@ Task shmMeasure(ShmGroup group, const Call& call) {
       if (round >= 0) (way == Choice::kStaged ? mine.staged : mine.direct)[round] = took.count();
     }
   }
-  arriveWith(group, mine);
-  AllArrived haveMeasured(arena, group.signature);
-  co_await haveMeasured;
-  if (haveMeasured.differingRank() >= 0) co_return arrivalMismatch(group, haveMeasured);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await exchange(group, mine));
   Times slowest;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     const auto theirs = valueOf<Times>(arena, rank);

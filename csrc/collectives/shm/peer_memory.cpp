@@ -229,10 +229,7 @@ Task PeerMemory::introduceRegions(ShmGroup group) {
     }
     mapped[i] = passing.segment != nullptr;
   }
-  arena.arrive(group.signature, passings.size(), 0);
-  AllArrived arrived(arena, group.signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, passings.size()));
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     Known& known = known_[{passing.owner, passing.region}];
@@ -263,10 +260,7 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
   const std::string& uid = peers[self_].uid;
   const auto address = reinterpret_cast<uint64_t>(uid.data());
   std::memcpy(arena.beginBlob(sizeof(address)), &address, sizeof(address));
-  arena.arrive(group.signature, sizeof(address), 0);
-  AllArrived arrived(arena, group.signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, sizeof(address)));
   processes_.clear();
   processes_.resize(static_cast<size_t>(ranks));
   bool canReadAll = true;
@@ -280,10 +274,7 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
     canReadAll = peer.pidSpace == peers[self_].pidSpace && canRead(peer, theirs, &processes_[rank]);
   }
   *arena.beginBlob(1) = static_cast<char>(canReadAll);
-  arena.arrive(group.signature, 1, 0);
-  AllArrived haveRead(arena, group.signature);
-  co_await haveRead;
-  if (haveRead.differingRank() >= 0) co_return arrivalMismatch(group, haveRead);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, 1));
   access_ = Access::kGranted;
   for (int rank = 0; rank < ranks; ++rank) {
     const char* const blob = arena.blobOf(rank);

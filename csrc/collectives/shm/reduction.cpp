@@ -180,7 +180,6 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int other = 1 - self;
-  const Signature& signature = group.signature;
   const bool isAll = call.kind == OpKind::kAllReduce;
   const bool wantsResult = isAll || self == call.root;
   const bool isWanted = isAll || other == call.root;
@@ -199,10 +198,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   };
   const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, blobBytes, rounds, !offered.empty());
-  AllArrived arrived(arena, signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, rounds, !offered.empty()));
   if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
@@ -242,7 +238,6 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature& signature = group.signature;
   const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
   const bool isStreaming = wantsResult && isStreamingResult(call);
   char* const input = call.in[0].begin();
@@ -261,10 +256,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   };
   const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, blobBytes, slices.rounds, !offered.empty());
-  AllArrived arrived(arena, signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, slices.rounds, !offered.empty()));
   if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;
@@ -316,7 +308,6 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature& signature = group.signature;
   const std::vector<SharedSpan> offered = offerTensors(group, call);
   const size_t blobBytes = beginOffer(arena, offered);
   const size_t stride =
@@ -339,10 +330,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   };
   const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, blobBytes, rounds, !offered.empty());
-  AllArrived arrived(arena, signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return arrivalMismatch(group, arrived);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, rounds, !offered.empty()));
   if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
     Status status = co_await shmReduceDirect(group, call);
     co_return status;

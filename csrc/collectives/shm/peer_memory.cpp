@@ -1,9 +1,5 @@
 #include "collectives/shm/peer_memory.h"
 
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -33,20 +29,6 @@ struct Passing {
   Transfer* message = nullptr;  // from the owner
   std::shared_ptr<Segment> segment;
 };
-
-// Returns -1 if the kernel is too old.
-int openProcess(pid_t pid) {
-#ifdef SYS_pidfd_open
-  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-#else
-  return -1;
-#endif
-}
-
-bool hasEnded(int pidfd) {
-  pollfd poll{pidfd, POLLIN, 0};
-  return ::poll(&poll, 1, 0) > 0;
-}
 
 // Ready when the group has failed: that will be because this rank's process has ended.
 class GroupFailed final : public Condition {
@@ -263,16 +245,19 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, sizeof(address)));
   processes_.clear();
   processes_.resize(static_cast<size_t>(ranks));
-  bool canReadAll = true;
+  lives_.clear();
+  bool canReadAll = use_ != SingleCopyUse::kOff;
   for (int rank = 0; rank < ranks && canReadAll; ++rank) {
     if (rank == self_) continue;
     uint64_t theirs = 0;
     const char* const blob = arena.blobOf(rank);
-    if (blob && arena.blobBytesOf(rank) == sizeof(theirs))
+    if (blob && arena.blobBytesOf(rank) == sizeof(theirs)) {
       std::memcpy(&theirs, blob, sizeof(theirs));
+    }
     const PeerAddress& peer = peers[rank];
     canReadAll = peer.pidSpace == peers[self_].pidSpace && canRead(peer, theirs, &processes_[rank]);
   }
+  canReadAll = canReadAll && areProcessesAlive();  // so what they read was those processes' memory
   *arena.beginBlob(1) = static_cast<char>(canReadAll);
   MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, 1));
   access_ = Access::kGranted;
@@ -282,22 +267,25 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
   }
   MYCOLL_LOG_DEBUG("group '%s': ranks %s read each other's memory",
                    group.mailbox.group().name.c_str(), hasAccess() ? "can" : "cannot");
-  if (!hasAccess()) processes_.clear();
+  if (!hasAccess()) {
+    lives_.clear();
+    processes_.clear();
+  }
   co_return Status();
 }
 
-// Reads the uid, which only this process has at that address.
-bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* process) const {
+// Reads the uid, which only that process has at this address.
+bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* process) {
   std::string uid(PeerAddress::kUidLength, '\0');
   process->pid = peer.pid;
-  process->fd.reset(openProcess(peer.pid));
-  return process->fd && readProcess(peer.pid, uid.data(), address, uid.size()) == 0 &&
-         uid == peer.uid && !hasEnded(process->fd.get());
+  process->fd = SingleCopy::process().watch(peer.pid, peer.startTicks);
+  if (!process->fd) return false;
+  lives_.push_back({process->fd->get(), POLLIN, 0});
+  return readProcess(peer.pid, uid.data(), address, uid.size()) == 0 && uid == peer.uid;
 }
 
 bool PeerMemory::areProcessesAlive() const {
-  return std::none_of(processes_.begin(), processes_.end(),
-                      [](const Process& each) { return each.fd && hasEnded(each.fd.get()); });
+  return lives_.empty() || ::poll(lives_.data(), lives_.size(), 0) <= 0;
 }
 
 void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {

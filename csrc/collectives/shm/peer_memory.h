@@ -25,6 +25,7 @@
 // Lifetime: that of the group.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -133,7 +134,7 @@ class PeerMemory {
   using Name = std::pair<int, uint64_t>;  // a rank and its region
   struct Process {
     pid_t pid = 0;
-    Fd fd;  // a pidfd: as long as the process is alive, the pid is its
+    std::shared_ptr<const Fd> fd;  // a pidfd: as long as the process is alive, the pid is its
   };
   // Other programs may have disturbed the measurement: single copy is measured again after so many
   // calls, and then after kAgain times as many.
@@ -151,13 +152,14 @@ class PeerMemory {
   std::vector<Name> newIn(const Arena& arena) const;
   const char* find(int rank, const SharedSpan& offered) const;
   void forgetDropped();
-  bool canRead(const PeerAddress& peer, uint64_t address, Process* process) const;
+  bool canRead(const PeerAddress& peer, uint64_t address, Process* process);
 
   const int self_;
   const SingleCopyUse use_;
   std::map<Name, Known> known_;
   Access access_ = Access::kUnknown;
-  std::vector<Process> processes_;  // by rank
+  std::vector<Process> processes_;     // by rank
+  mutable std::vector<pollfd> lives_;  // their pidfds, for poll()
   SingleCopy::Choice forced_ = SingleCopy::Choice::kUnknown;
   std::map<SingleCopy::Case, Chosen> chosen_;  // by all ranks of the group
   std::optional<Question> question_;

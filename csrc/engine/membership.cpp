@@ -93,7 +93,7 @@ void Membership::failFirst(const Status& cause, bool notifiesOthers, uint64_t fr
   } catch (const std::bad_alloc&) {
     mailbox_.mesh().runOut();
   }
-  mustSpread_ = true;
+  mustPropagate_ = true;
 }
 
 void Membership::whenFailed(std::function<void()> fn) {
@@ -106,8 +106,8 @@ void Membership::whenFailed(std::function<void()> fn) {
 }
 
 void Membership::propagate() {
-  if (!mustSpread_.load(std::memory_order_relaxed)) return;
-  mustSpread_ = false;
+  if (!mustPropagate_.load(std::memory_order_relaxed)) return;
+  mustPropagate_ = false;
   mailbox_.mesh().progress();
   mailbox_.mesh().sleeper().wakeAll();
 }

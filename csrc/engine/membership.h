@@ -140,7 +140,7 @@ class Membership {
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
-  std::atomic<bool> mustSpread_{false};  // for propagate()
+  std::atomic<bool> mustPropagate_{false};  // for propagate()
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;

@@ -352,7 +352,7 @@ def check_transports() -> Iterator[Result]:
 
 
 def describe_copies(copies: list[tuple[str, int, int, float, float, bool]]) -> str:
-    """What was measured about reading another rank's tensors through the kernel."""
+    """Describes what was measured about reading another rank's tensors through the kernel."""
     if not copies:
         return "single copy is not used: MYCOLL_SINGLE_COPY=off, or the kernel does not permit it"
     by_kind: dict[str, list[str]] = {}

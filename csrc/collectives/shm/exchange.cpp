@@ -65,8 +65,8 @@ Published published(const Call& call, int rank) {
 }
 
 // Awaited after the last piece was read. Not ok: the group has failed meanwhile, so the owner may
-// have used the memory for something else. Not ready while a rank writes the cause: the owner may
-// not have waited for that. Nor if a process has ended: the group is about to fail.
+// have used the memory for something else. Not ready while a rank writes the cause, because the
+// owner may not have waited for that; and not if a process has ended: the group is about to fail.
 class ReadInTime final : public Condition {
  public:
   explicit ReadInTime(const ShmGroup& group)

@@ -21,7 +21,7 @@ namespace {
 
 using Choice = SingleCopy::Choice;
 
-// What a rank publishes before the measurement.
+// A rank publishes this before the measurement.
 struct Before {
   bool isAsking = false;  // the call is large enough on this rank
   Choice known = Choice::kUnknown;
@@ -32,7 +32,7 @@ struct Before {
 constexpr int kRounds = 6, kRoundsOfLarge = 4;
 constexpr size_t kLarge = 4 * 1024 * 1024;
 
-// What it publishes after that: the microseconds of each round. They fit into its arrival.
+// ... and this after it: the microseconds of each round. They fit into its arrival.
 struct Times {
   float staged[kRounds] = {}, direct[kRounds] = {};
 };

@@ -10,8 +10,8 @@
 //   a region      owner     its size, descriptor, to each ->
 //                 others                                      (map it)
 //                 all                                                   arrive: which are mapped
-//   the processes all       arrive: an address      (read there)        arrive: who could be read
-//   a kind and size of call: shmMeasure()
+//   the processes all       arrive: an address      (read there)        arrive: whether all could
+//   be read a kind and size of call: shmMeasure()
 //
 // A region is read if all ranks have mapped it. If one of them could not, the region is not offered
 // for a while, and its tensors go through the arena, like any others. Processes are read if each
@@ -53,7 +53,7 @@ struct ShmGroup;
 
 // A piece of a rank's memory, for the other ranks. region 0: not offered.
 struct SharedSpan {
-  // Of the owner's process; the offset is an address. The other one asks for shmMeasure().
+  // Memory of the owner's process; the offset is an address. The other one asks for shmMeasure().
   static constexpr uint64_t kProcess = UINT64_MAX, kProcessUnmeasured = UINT64_MAX - 1;
 
   uint64_t region = 0;
@@ -85,7 +85,7 @@ class PeerMemory {
   static bool isAnyOffered(const Arena& arena);
   static bool areAllOffered(const Arena& arena);
 
-  // What the ranks have to prepare before they can read the offers.
+  // Preparations that the ranks must make before they can read the offers.
   struct News {
     bool isRegion = false, isProcess = false, isUnmeasured = false;
     bool isAny() const { return isRegion || isProcess || isUnmeasured; }
@@ -119,7 +119,7 @@ class PeerMemory {
     SingleCopy::Case of;
     bool isAgain = false;
   };
-  // What this rank's latest offer asked to measure, if it did.
+  // The kind and size that this rank's latest offer asked to measure, if it did.
   std::optional<Question> takeQuestion() { return std::exchange(question_, {}); }
   void choose(const SingleCopy::Case& of, SingleCopy::Choice way);
 

@@ -7,11 +7,11 @@
 // Each algorithm defines the meaning of the list. All ranks see the same offers, so all know what
 // is new to them, and prepare for it before the collective begins again:
 //
-//   a region      owner     its size, descriptor, to each ->
-//                 others                                      (map it)
-//                 all                                                   arrive: which are mapped
-//   the processes all       arrive: an address      (read there)        arrive: whether all could
-//   be read a kind and size of call: shmMeasure()
+//   a region          owner   its size, descriptor, to each ->
+//                     others                                    (map it)
+//                     all                                                 arrive: which are mapped
+//   the processes     all     arrive: an address   (read there)           arrive: is all readable?
+//   a kind and size   all     make the call both ways: shmMeasure()
 //
 // A region is read if all ranks have mapped it. If one of them could not, the region is not offered
 // for a while, and its tensors go through the arena, like any others. Processes are read if each

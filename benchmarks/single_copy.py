@@ -1,0 +1,112 @@
+"""Times calls inside a host with staging, with single copy, and with the choice between them.
+
+    ./dev python benchmarks/single_copy.py                       two ranks, 64 KiB to 16 MiB
+    ./dev python benchmarks/single_copy.py --ranks 4 --sizes 1M --huge-pages
+
+Three jobs of the same ranks take turns, while the others wait: MYCOLL_SINGLE_COPY=off, on and auto.
+In each turn every rank writes its tensors before each call. The time of a turn is the median of its
+calls on the slowest rank. The table shows the median over the turns, and the ratio to "off" within
+a turn with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from mycoll._units import parse_size, show_size
+
+USES = ("off", "on", "auto")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+SIZES = "64K,128K,256K,512K,1M,2M,4M,16M"
+BYTES_OF_TURN = 32 << 20
+
+
+def call(operation: str, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Makes one call; `tensor` is what a rank sends, and `parts` are of its size together."""
+    if operation == "all_reduce":
+        dist.all_reduce(tensor)
+    elif operation == "reduce_scatter":
+        dist.reduce_scatter(parts[dist.get_rank()], list(tensor.chunk(len(parts))))
+    elif operation == "all_gather":
+        dist.all_gather([torch.empty_like(tensor) for _ in parts], tensor)
+    elif operation == "broadcast":
+        dist.broadcast(tensor, 0)
+    else:
+        dist.all_to_all(parts, list(tensor.chunk(len(parts))))
+
+
+def serve(pipe: Connection, rank: int, ranks: int, port: int, use: str, huge_pages: bool) -> None:
+    """Runs the turns of one rank until the pipe is closed."""
+    os.environ["MYCOLL_SINGLE_COPY"] = use
+    if huge_pages:
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    mine = dist.PrefixStore(use, store)
+    dist.init_process_group("mycoll", store=mine, rank=rank, world_size=ranks)
+    while True:
+        try:
+            operation, nbytes = pipe.recv()
+        except EOFError:
+            return
+        tensor = torch.ones(nbytes // 4 // ranks * ranks)
+        parts = list(torch.empty_like(tensor).chunk(ranks))
+        times = []
+        for index in range(max(4, min(100, BYTES_OF_TURN // nbytes))):
+            tensor.fill_(1)
+            dist.barrier()
+            began = time.perf_counter()
+            call(operation, tensor, parts)
+            if index:
+                times.append(time.perf_counter() - began)
+        pipe.send(median(times) * 1e6)
+
+
+def main() -> None:
+    """Starts the jobs, gives them turns and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--huge-pages", action="store_true", help="tensors on huge pages")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    jobs: dict[str, list[Connection]] = {use: [] for use in USES}
+    for use, pipes in jobs.items():
+        for rank in range(options.ranks):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, options.ranks, store.port, use, options.huge_pages)
+            context.Process(target=serve, args=arguments, daemon=True).start()
+            pipes.append(ours)
+    print("| | " + " | ".join(f"{use}, us" for use in USES) + " | on/off | auto/off |")
+    print("|---|" + "---|" * (len(USES) + 2))
+    for operation in OPERATIONS:
+        for size in map(parse_size, options.sizes.split(",")):
+            taken: dict[str, list[float]] = {use: [] for use in USES}
+            for turn in range(-1, options.turns):
+                for use in USES if turn % 2 else USES[::-1]:
+                    for pipe in jobs[use]:
+                        pipe.send((operation, size))
+                    slowest = max(pipe.recv() for pipe in jobs[use])
+                    if turn >= 0:  # the turn before connects the ranks, and measures
+                        taken[use].append(slowest)
+            row = [f"{median(taken[use]):.1f}" for use in USES]
+            for use in USES[1:]:
+                pairs = zip(taken[use], taken["off"], strict=True)
+                low, middle, high = quantiles((mine / off for mine, off in pairs), n=4)
+                row.append(f"{middle:.2f} [{low:.2f} {high:.2f}]")
+            print(f"| {operation} {show_size(size)} | " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

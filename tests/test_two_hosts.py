@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
-from test_random_walk import walk
+from jobs.walk import walk
 from worlds.crew import Crew
 from worlds.elastic_walk import ElasticCrew
 from worlds.hosts import Capture, enter, ip, join, namespaces

@@ -79,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "transports(*names): those that a test runs over")
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
+    config.addinivalue_line(
+        "markers", "tools: of a command or a package, and starts processes: ./dev test --tools"
+    )
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     if "CPP_TEST_DIR" not in os.environ and (folder := cpp_tests()):
         os.environ["CPP_TEST_DIR"] = str(folder)

@@ -2,7 +2,7 @@
 // other, connections that break, ranks that die at every step, bits that flip. Whatever it does,
 // each operation ends with the right bits or with an error that names the cause, on every survivor.
 //
-//   simulation_test                                   a few seeds of each kind; 100: ./dev soak --short
+//   simulation_test                                   some of the 100 seeds of ./dev soak --short
 //   SIMULATION_SEEDS=5000 simulation_test             many
 //   SIMULATION_SEED=1234 simulation_test              one again, as a failure names it
 #include <sys/socket.h>

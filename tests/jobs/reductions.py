@@ -54,12 +54,13 @@ def all_reduce_big(ctx: Ctx) -> str:
         name = f"all_reduce/SUM/{arith.short(dtype)}/{numel}"
         if ctx.skips(name):
             continue
+        parts = ctx.inputs(dtype, numel, seed=numel)
+        want = arith.reduced("SUM", parts)
         for mode in ("sync", "async"):
             with ctx.case(f"{name}/{mode}"):
-                parts = ctx.inputs(dtype, numel, seed=numel)
                 x = parts[ctx.rank].clone()
                 called(mode, dist.all_reduce, x)
-                ctx.same(x, arith.reduced("SUM", parts))
+                ctx.same(x, want)
                 ctx.digest(x)
     return ctx.digests()
 
@@ -152,16 +153,17 @@ def reduce_scatter_cases(ctx: Ctx) -> None:
 def reduce_scatter_uneven(ctx: Ctx) -> None:
     for dtype in (torch.float32, torch.float16, torch.int64):
         for base in (0, 3, 1000, 70_001):
+            sizes = [base + 7 * r if r != 1 else 0 for r in range(ctx.size)]
+            chunks = [
+                [arith.values(dtype, sizes[d], 100 * s + d) for d in range(ctx.size)]
+                for s in range(ctx.size)
+            ]
+            want = arith.reduced("SUM", [c[ctx.rank] for c in chunks])
             for mode in ("sync", "async"):
                 with ctx.case(f"{arith.short(dtype)}/{base}/{mode}"):
-                    sizes = [base + 7 * r if r != 1 else 0 for r in range(ctx.size)]
-                    chunks = [
-                        [arith.values(dtype, sizes[d], 100 * s + d) for d in range(ctx.size)]
-                        for s in range(ctx.size)
-                    ]
                     y = torch.zeros(sizes[ctx.rank], dtype=dtype)
-                    called(mode, dist.reduce_scatter, y, chunks[ctx.rank])
-                    ctx.same(y, arith.reduced("SUM", [c[ctx.rank] for c in chunks]))
+                    called(mode, dist.reduce_scatter, y, [one.clone() for one in chunks[ctx.rank]])
+                    ctx.same(y, want)
 
 
 def reduce_scatter_big(ctx: Ctx) -> None:
@@ -171,8 +173,8 @@ def reduce_scatter_big(ctx: Ctx) -> None:
         y = torch.empty(numel)
         dist.reduce_scatter_tensor(y, parts[ctx.rank])
         ctx.same(y, arith.reduced("SUM", [p[ctx.rank] for p in parts]), "stacked")
+    want = arith.reduced("SUM", [p[ctx.rank] for p in parts]).clone()
     x = parts[ctx.rank].reshape(-1)  # the output may be a slice of the input
     out = x[ctx.rank * numel : (ctx.rank + 1) * numel]
-    want = arith.reduced("SUM", [p[ctx.rank] for p in ctx.inputs(torch.float32, (ctx.size, numel))])
     dist.reduce_scatter_tensor(out, x)
     ctx.same(out, want, "in place")

@@ -79,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "transports(*names): those that a test runs over")
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
+    config.addinivalue_line(
+        "markers", "tools: of a command or a package, and starts processes: ./dev test --tools"
+    )
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     if "CPP_TEST_DIR" not in os.environ and (folder := cpp_tests()):
         os.environ["CPP_TEST_DIR"] = str(folder)
@@ -157,13 +160,17 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Any:
 # Begun first, the longest of them first: otherwise one process would still have minutes to go when
 # the other has nothing left to do. What is begun last is short: the other C++ programs.
 FIRST = [
-    "test_reductions", "test_moves", "test_device_failures", "test_device_options", "test_bench",
-    "test_device_conformance", "test_elastic", "test_examples", "test_launchers", "test_leaks",
-    "test_trace", "test_packaging", "test_device_messages", "test_backend", "test_limits",
-    "test_compile", "test_failures", "test_replace", "test_bench_ranks", "test_demo",
-    "test_gpu_program", "test_interrupt", "test_cpp.py::test_cpp[engine_test]",
-    "test_cpp.py::test_cpp[leaving_test]", "test_cpp.py::test_cpp[deadlock_test]",
-    "test_cpp.py::test_cpp[reduce_test]", "test_cpp.py::test_cpp[formation_test]",
+    "test_gpu_program", "test_device_conformance", "test_replace", "test_reductions",
+    "test_examples", "test_device_endings", "test_elastic", "test_moves", "test_shared_tensors",
+    "test_spawn", "test_ops", "test_cpp.py::test_cpp[plan_test]", "test_device_options",
+    "test_compile", "test_device_failures", "test_environment", "test_faults",
+    "test_cpp.py::test_cpp[hosts_test]", "test_cpp.py::test_cpp[formation_test]",
+    "test_cpp.py::test_cpp[leaving_test]", "test_two_hosts", "test_launchers", "test_demo",
+    "test_failures", "test_limits", "test_trace", "test_device_messages",
+    "test_cpp.py::test_cpp[engine_test]", "test_cpp.py::test_cpp[deadlock_test]",
+    "test_random_walk", "test_objects", "test_packaging", "test_leaks",
+    "test_cpp.py::test_cpp[many_test]", "test_cpp.py::test_cpp[simulation_test]",
+    "test_cpp.py::test_cpp[reduce_test]",
 ]  # fmt: skip
 
 

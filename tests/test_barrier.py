@@ -8,27 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from jobs.barriers import barriers
 from worlds.worker import Ctx
 
 pytestmark = pytest.mark.transports("shm")
 
 ERRORS = (RuntimeError, dist.DistBackendError)
-
-
-def barriers(ctx: Ctx) -> None:
-    """Nobody leaves before the last one has come: a counter in the store tells."""
-    store = ctx.store("barriers")
-    for i in range(20):
-        if ctx.rank == i % ctx.size:
-            time.sleep(0.002)
-        store.add(f"at{i}", 1)
-        if i % 3 == 0:
-            dist.barrier()
-        elif i % 3 == 1:
-            dist.barrier(async_op=True).wait()
-        else:
-            dist.barrier(device_ids=[0])
-        ctx.equal(store.add(f"at{i}", 0), ctx.size, f"arrived at barrier {i}")
 
 
 @pytest.mark.worlds(1, 2, 3, 5, tcp=(3,))

@@ -15,6 +15,7 @@ from mycoll.bench.report import read_results
 from standins import accelerator
 from worlds import warm
 
+pytestmark = pytest.mark.tools
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
 _TIMEOUT_SECONDS = 120
 

@@ -6,8 +6,7 @@ import functools
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import mycoll
 import pytest
@@ -22,7 +21,7 @@ from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
 from mycoll.bench.patterns import Pattern, spoil
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.workload import Case, Unsupported, Workload
-from mycoll.bench.world import World
+from worlds.alone import alone
 
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
 
@@ -130,27 +129,6 @@ class TestPatterns:
         assert result("sum", torch.add, 2, 0, 1) == 0
         assert result("prod", by_parts, 0, 1, 2) > 0
         assert result("sum", real_only, 0, 1, 2) > 0
-
-
-@dataclass(frozen=True)
-class Alone(World):
-    """A world whose other ranks are only counted."""
-
-    def barrier(self) -> None:
-        pass
-
-    def share(self, value: Any, source: int = 0) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    gather_all = gather
-
-
-def alone(**changes: int) -> Alone:
-    sizes = {"size": 1, "local_size": 1, "hosts": 1, "cache_bytes": 1 << 20, **changes}
-    return Alone(rank=0, local_rank=0, device=torch.device("cpu"), **sizes)
 
 
 class TestCaches:

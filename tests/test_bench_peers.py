@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mycoll.bench.options import parse_options
 from mycoll.bench.report import read_results
-from test_bench_parts import alone
+from worlds.alone import alone
 
 PEERS = Path(__file__).resolve().parent.parent / "benchmarks" / "peers"
 QUICK = ("-n", "2", "-w", "1", "--rounds", "2")
@@ -29,6 +29,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("peer", ["openmpi", "mpich"])
 def test_a_peer_takes_its_turn(peer: str, tmp_path: Path) -> None:
     from mpi_build import PeerAbsent, build
@@ -50,6 +51,7 @@ def test_a_peer_takes_its_turn(peer: str, tmp_path: Path) -> None:
     assert f"{peer}: in C, without torch" in done.stdout
 
 
+@pytest.mark.tools
 def test_an_unknown_peer() -> None:
     done = run("nompi", "all_reduce", "--nproc", "2")
     assert done.returncode == 2 and "intelmpi" in done.stderr

@@ -76,6 +76,7 @@ def has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
+@pytest.mark.tools
 def test_a_rank_that_is_killed() -> None:
     with measuring() as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
@@ -85,12 +86,14 @@ def test_a_rank_that_is_killed() -> None:
         assert "ended by SIGKILL (killed: perhaps the machine ran out of memory)" in errors
 
 
+@pytest.mark.tools
 def test_no_rank_outlives_who_started_it() -> None:
     with measuring() as (process, ranks):
         process.kill()
         assert all(map(has_ended, ranks))
 
 
+@pytest.mark.tools
 def test_interrupted() -> None:
     """Ctrl-C ends the ranks, also those that do not run."""
     with measuring() as (process, ranks):
@@ -102,6 +105,7 @@ def test_interrupted() -> None:
         assert all(map(has_ended, ranks))
 
 
+@pytest.mark.tools
 def test_interrupted_together() -> None:
     """As a terminal sends it: to all processes of the group."""
     with measuring() as (process, ranks):
@@ -115,6 +119,7 @@ def exit_code(factor: int) -> int:
     return factor * int(os.environ["RANK"])
 
 
+@pytest.mark.tools
 def test_exit_codes() -> None:
     assert launch.run_command("test", exit_code, 2, (7,), "gloo") == 7
     assert launch.run_command("test", exit_code, 1, (7,), "gloo") == 0
@@ -130,6 +135,7 @@ def test_ranks_of_torchrun_start_none(
     assert "leave --nproc out" in capsys.readouterr().err
 
 
+@pytest.mark.tools
 def test_a_file_of_rank_0_that_cannot_be_written_ends_all() -> None:
     """Under a launcher that does not end the others, such as srun."""
     bench = warm.module("mycoll.bench")

@@ -65,6 +65,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert "no results there" in table("show", str(tmp_path), exit_code=2)
 
 
+@pytest.mark.tools
 def test_measures_a_series(tmp_path: Path, backend: str) -> None:
     if backend != "mycoll":
         pytest.skip("mycoll's own table")

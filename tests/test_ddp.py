@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
+from jobs.ddp import accumulated, ddp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from worlds.training import (
     batch,
     beside_gloo,
-    close,
     compare,
     model,
-    reference,
     sgd,
     train,
 )
 from worlds.worker import Ctx
 
 pytestmark = pytest.mark.transports("shm")
-
-
-def ddp(ctx: Ctx) -> str:
-    wanted = reference(ctx)
-    for options in (
-        {},
-        {"bucket_cap_mb": 0.01},
-        {"gradient_as_bucket_view": True, "find_unused_parameters": True},
-        {"static_graph": True},
-        {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
-        {"broadcast_buffers": False, "init_sync": True},
-    ):
-        with ctx.case(f"{options}"):
-            net = model()
-            if ctx.rank:
-                for p in net.parameters():  # DDP has to begin by making them equal
-                    p.data.mul_(3)
-            wrapped = DistributedDataParallel(net, **options)
-            train(wrapped, [ctx.rank])
-            compare(ctx, net, wanted)
-    return ctx.digests()
 
 
 @pytest.mark.worlds(1, 2, 3)
@@ -92,29 +68,6 @@ def unused(ctx: Ctx) -> str:
 @pytest.mark.worlds(2, 3)
 def test_unused_parameters(world):
     assert len(set(world.run(unused))) == 1
-
-
-def accumulated(ctx: Ctx) -> None:
-    """no_sync(): gradients of several backward passes travel once."""
-    wanted = model()
-    for step in range(3):
-        for rank in range(ctx.size):
-            x, y = batch(step, rank)
-            (nn.functional.mse_loss(wanted(x), y) / ctx.size).backward()
-    net = model()
-    wrapped = DistributedDataParallel(net)
-    for step in range(3):
-        x, y = batch(step, ctx.rank)
-        with wrapped.no_sync() if step < 2 else contextlib.nullcontext():
-            nn.functional.mse_loss(wrapped(x), y).backward()
-        if step == 1:
-            alone = model()
-            for earlier in range(2):
-                x, y = batch(earlier, ctx.rank)
-                nn.functional.mse_loss(alone(x), y).backward()
-            close(ctx, net[0].weight.grad, alone[0].weight.grad, "before it travels")
-    for got, want in zip(net.parameters(), wanted.parameters(), strict=True):
-        close(ctx, got.grad, want.grad, "gradient", 1e-4)
 
 
 @pytest.mark.worlds(2, 3)

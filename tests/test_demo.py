@@ -19,6 +19,7 @@ def test_none(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert "at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.tools
 def test_demo(request: pytest.FixtureRequest) -> None:
     backend = request.config.getoption("--backend")
     if backend == "mycoll":
@@ -38,6 +39,7 @@ def test_demo(request: pytest.FixtureRequest) -> None:
     assert "wrong elements: 0" in done.stdout
 
 
+@pytest.mark.tools
 def test_nobody_reads_it() -> None:
     """As in `mycoll demo | head -1`: it ends soon, without a traceback."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)

@@ -123,6 +123,19 @@ def test_quoted_arguments_stay_whole(checkout: Path) -> None:
     assert shown(checkout, *words) == ["-m", "pytest", "-k", "one or two", "--deadline", "20"]
 
 
+def test_the_suite_and_what_it_leaves_out(checkout: Path) -> None:
+    """Together they are all tests."""
+    for words, chosen in ([], "not tools"), (["--tools"], "tools"):
+        assert shown(checkout, "test", *words, "--python", "HERE")[:4] == [
+            "-m",
+            "pytest",
+            "-m",
+            chosen,
+        ]
+    some = shown(checkout, "test", "--tools", "-x", "--python", "HERE")
+    assert some == ["-m", "pytest", "-m", "tools", "-x"]
+
+
 def test_options_that_are_not_of_dev(checkout: Path) -> None:
     """Those behind `--`, and those of a program."""
     other = ["--python", "no-such-interpreter", "--torch", "9.9.9"]

@@ -6,79 +6,69 @@ results with stays on the CPU. Others make their tensors where the default devic
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
-import test_barrier
-import test_coalesced
-import test_functional
-import test_groups
-import test_layouts
-import test_moves
-import test_objects
-import test_p2p
-import test_random_walk
-import test_reductions
-import test_work
 import torch
 import torch.distributed as dist
+from jobs import (
+    barriers,
+    coalesced,
+    functional,
+    groups,
+    layouts,
+    messages,
+    moves,
+    objects,
+    reductions,
+    walk,
+    work,
+)
+from jobs.on_device import mirrored, native
 from torch.distributed.distributed_c10d import _coalescing_manager
-from worlds import device
 from worlds.worker import Ctx
 
 MIRRORED = (
-    *test_moves.JOBS,
-    test_reductions.all_reduce_cases,
-    test_reductions.all_reduce_big,
-    test_reductions.nan_cases,
-    test_reductions.reduce_cases,
-    test_reductions.reduce_scatter_cases,
-    test_reductions.reduce_scatter_uneven,
-    test_reductions.reduce_scatter_big,
-    test_layouts.strided_tensors_of_scatter_and_gather,
+    *moves.JOBS,
+    reductions.all_reduce_cases,
+    reductions.all_reduce_big,
+    reductions.nan_cases,
+    reductions.reduce_cases,
+    reductions.reduce_scatter_cases,
+    reductions.reduce_scatter_uneven,
+    reductions.reduce_scatter_big,
+    layouts.strided_tensors_of_scatter_and_gather,
 )
 
 NATIVE = (
-    test_barrier.barriers,
-    test_functional.functional,
-    test_functional.gradients,
-    test_groups.subsets,
-    test_objects.objects,
-    test_p2p.batch,
-    test_p2p.batch_one_sided,
-    test_p2p.to_oneself,
-    test_work.freed_at_once,
-    test_work.other_orders,
-    test_work.wait_with_enough_time,
+    barriers.barriers,
+    functional.functional,
+    functional.gradients,
+    groups.subsets,
+    objects.objects,
+    messages.batch,
+    messages.batch_one_sided,
+    messages.to_oneself,
+    work.freed_at_once,
+    work.other_orders,
+    work.wait_with_enough_time,
 )
 
 # What NCCL has no means for: tags, any source, messages that both sides of one pair send before
 # they receive, and the engine's arithmetic.
-HOST_ONLY_MIRRORED = (test_layouts.layouts,)
+HOST_ONLY_MIRRORED = (layouts.layouts,)
 HOST_ONLY = (
-    test_layouts.degenerate,
-    test_p2p.beside_collectives,
-    test_work.dropped,
-    test_p2p.any_source,
-    test_p2p.order_kept,
-    test_p2p.ping_pong,
-    test_p2p.tags_out_of_order,
-    test_reductions.integer_average,
+    layouts.degenerate,
+    messages.beside_collectives,
+    work.dropped,
+    messages.any_source,
+    messages.order_kept,
+    messages.ping_pong,
+    messages.tags_out_of_order,
+    reductions.integer_average,
 )
 
 
-def mirrored(ctx: Ctx, module: str, name: str, *args: object) -> None:
-    with device.on_device(ctx.device):
-        getattr(importlib.import_module(module), name)(ctx, *args)
-
-
-def native(ctx: Ctx, module: str, name: str, *args: object) -> None:
-    with ctx.device:
-        getattr(importlib.import_module(module), name)(ctx, *args)
-
-
 def named(job) -> str:
-    return f"{job.__module__.removeprefix('test_')}.{job.__name__}"
+    return f"{job.__module__.removeprefix('jobs.')}.{job.__name__}"
 
 
 @pytest.mark.parametrize("job", MIRRORED, ids=named)
@@ -89,7 +79,7 @@ def test_mirrored(device_world, job):
 
 # The host path copies around the engine, whose own tests these are, and that does not depend on
 # the size.
-@pytest.mark.parametrize("job", MIRRORED[: len(test_moves.JOBS) + 2], ids=named)
+@pytest.mark.parametrize("job", MIRRORED[: len(moves.JOBS) + 2], ids=named)
 @pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_mirrored_in_small_worlds(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
@@ -98,7 +88,7 @@ def test_mirrored_in_small_worlds(device_world, job):
 @pytest.mark.worlds(3, paths=["host"])
 def test_ring(device_world):
     """Over NCCL a ring needs a batch, as with torch's nccl: a pair meets in its first message."""
-    device_world.run(mirrored, "test_p2p", test_p2p.ring.__name__)
+    device_world.run(mirrored, "jobs.messages", messages.ring.__name__)
 
 
 @pytest.mark.parametrize("job", NATIVE, ids=named)
@@ -112,31 +102,31 @@ def test_groups_are_destroyed_in_any_order(fresh_device_world, path):
     """A rank waits for the others, which destroy another group. Then it goes on, and its thread
     stays in NCCL until they come."""
     env = (("STANDIN_NCCL", "one_thread=0"),)
-    job = test_groups.destroyed_in_any_order
+    job = groups.destroyed_in_any_order
     fresh_device_world(3, path, env=env).run(native, job.__module__, job.__name__)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.worlds(3)
 def test_coalesced_calls(device_world, mode):
-    device_world.run(native, "test_coalesced", test_coalesced.coalesced_calls.__name__, mode)
+    device_world.run(native, "jobs.coalesced", coalesced.coalesced_calls.__name__, mode)
 
 
 @pytest.mark.worlds(2)
 def test_an_exception_in_a_block(device_world):
-    device_world.run(native, "test_coalesced", test_coalesced.after_a_broken_block.__name__)
+    device_world.run(native, "jobs.coalesced", coalesced.after_a_broken_block.__name__)
 
 
 @pytest.mark.worlds(2)
 def test_blocks_of_two_threads(device_world):
-    device_world.run(native, "test_coalesced", test_coalesced.nested_blocks.__name__)
-    device_world.run(native, "test_coalesced", test_coalesced.blocks_of_two_threads.__name__)
+    device_world.run(native, "jobs.coalesced", coalesced.nested_blocks.__name__)
+    device_world.run(native, "jobs.coalesced", coalesced.blocks_of_two_threads.__name__)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.worlds(3)
 def test_coalescing_manager(device_world, mode):
-    device_world.run(native, "test_coalesced", test_coalesced.manager.__name__, mode)
+    device_world.run(native, "jobs.coalesced", coalesced.manager.__name__, mode)
 
 
 def shared_memory(ctx: Ctx) -> None:
@@ -210,7 +200,7 @@ def test_host_path(device_world, job):
     device_world.run(native, job.__module__, job.__name__)
 
 
-@pytest.mark.parametrize("job", [test_reductions.premul_cases], ids=named)
+@pytest.mark.parametrize("job", [reductions.premul_cases], ids=named)
 @pytest.mark.worlds(2)
 def test_premul_sum(device_world, job):
     device_world.run(native, job.__module__, job.__name__)
@@ -219,4 +209,4 @@ def test_premul_sum(device_world, job):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.worlds(3, paths=["host"])
 def test_random_walk_on_device(device_world, seed):
-    device_world.run(native, "test_random_walk", test_random_walk.walk.__name__, seed)
+    device_world.run(native, "jobs.walk", walk.walk.__name__, seed)

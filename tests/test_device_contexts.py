@@ -3,7 +3,6 @@ the user's does the work: each takes half a gigabyte of the GPU's memory."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -12,19 +11,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import device
+from jobs.contexts import contexts
 from worlds.device_tensors import NUMEL, captured_all_reduce, full, is_all, total
 from worlds.worker import Ctx
-
-
-def contexts(ctx: Ctx) -> list[int]:
-    if ctx.device.type == "cuda":
-        count = torch.cuda.device_count()
-        return [index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)]
-    library = ctypes.CDLL(str(device.standins() / "libmycoll_standin_device.so"))
-    library.mycoll_standin_device_contexts.restype = ctypes.c_uint64
-    found = library.mycoll_standin_device_contexts()
-    return [index for index in range(64) if found >> index & 1]
 
 
 def everything(ctx: Ctx) -> None:

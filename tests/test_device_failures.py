@@ -12,10 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-import test_mismatch
 import torch
 import torch.distributed as dist
 from faults.harness import kill_one
+from jobs import mismatches
 from worlds import device
 from worlds.device_tensors import NUMEL, full, is_all, wait_for_all
 from worlds.pool import World
@@ -59,7 +59,7 @@ def one_that_is_late(request, pool, in_the_background):
 
 def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     with ctx.device:
-        text, took = test_mismatch.disagree(ctx, name)
+        text, took = mismatches.disagree(ctx, name)
     # Where NCCL itself does not notice, ranks compare their calls behind its back, and a rank hears
     # of it with one of its next calls.
     if not text:
@@ -76,7 +76,7 @@ def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
 )
 def test_mismatch_on_device(reused_device_world, path, name):
     for text, took in reused_device_world(2, path).run_in_group(disagree, name):
-        for part in test_mismatch.MISMATCHES[name].texts:
+        for part in mismatches.MISMATCHES[name].texts:
             assert part.lower() in text.lower(), text
         assert took < SOON, f"{took:.1f} s until: {text}"
 

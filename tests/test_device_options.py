@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import test_backend
-import test_fsdp
 import torch
 import torch.distributed as dist
+from jobs import fsdp
+from jobs.hooks import engines_log, helper_threads, hooks_that_raise
 from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device, training
@@ -143,7 +143,7 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
     is_all(ctx, y, sum(range(ctx.size)))
     backend.deregister_mem_pool(own)
     with ctx.device:
-        net = test_fsdp.sharded(training.model())
+        net = fsdp.sharded(training.model())
         net.set_allocate_memory_from_process_group_for_comm(True)
         training.train(net, [ctx.rank])
         training.compare(ctx, net, training.reference(ctx))
@@ -274,7 +274,7 @@ def callback_that_throws(ctx: Ctx) -> None:
     x = torch.zeros(3)
     work = dist.irecv(x, left)
     accelerator.throw_after(work)
-    with test_backend.engines_log(1) as lines:
+    with engines_log(1) as lines:
         dist.barrier()  # before it no rank has received anything
         dist.send(torch.ones(3), right)
         work.wait()
@@ -369,7 +369,7 @@ def test_completion_hooks(fresh_device_world, standin):
 
 @pytest.mark.worlds(2)
 def test_hooks_that_raise(device_world):
-    device_world.run(test_backend.hooks_that_raise, (ValueError,))
+    device_world.run(hooks_that_raise, (ValueError,))
 
 
 def hooks_of_what_fails(ctx: Ctx) -> None:
@@ -499,7 +499,7 @@ def test_works(device_world, job):
 
 @pytest.mark.worlds(2)
 def test_helper_threads(device_world):
-    device_world.run(test_backend.helper_threads)
+    device_world.run(helper_threads)
 
 
 # --- waiting

@@ -46,6 +46,7 @@ class Module:
         return self.cores
 
 
+@pytest.mark.tools
 def test_healthy_machine():
     done = run("--json", MYCOLL_TRANPORT="tcp")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,6 +63,7 @@ def test_healthy_machine():
     assert all(row["fix"] for row in rows if row["status"] != "ok")
 
 
+@pytest.mark.tools
 def test_sick_machine():
     done = run(MYCOLL_SOCKET_IFNAME="=nosuch", MYCOLL_SMALL_BYTES="many")
     assert done.returncode == 1

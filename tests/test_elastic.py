@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from worlds import warm
 
 PROGRAM = str(Path(__file__).parent / "worlds" / "elastic.py")
 DEADLINE = 120
@@ -49,17 +50,37 @@ def finished(agent: subprocess.Popen[str]) -> str:
     return output
 
 
+FAILURES = 4  # in four ways, one after the other; nobody trusts what the dead one left
+
+
+def check_restarts(output: str) -> None:
+    done = set(re.findall(r"rank (\d) done in attempt (\d)", output))
+    assert done == {("0", str(FAILURES)), ("1", str(FAILURES))}, output
+
+
+@pytest.mark.transports("shm")
 def test_restarts(transport):
-    """One of two workers dies, in four ways, one after the other; nobody trusts what it left."""
-    failures = 4
-    output = finished(
-        torchrun(
-            "--standalone", "--nproc-per-node", "2", "--max-restarts", str(failures),
-            PROGRAM, "restarts", "mycoll", str(failures), transport=transport,
+    """One of two workers dies."""
+    check_restarts(
+        finished(
+            torchrun(
+                "--standalone", "--nproc-per-node", "2", "--max-restarts", str(FAILURES),
+                PROGRAM, "restarts", "mycoll", str(FAILURES), transport=transport,
+            )
         )
     )  # fmt: skip
-    done = set(re.findall(r"rank (\d) done in attempt (\d)", output))
-    assert done == {("0", str(failures)), ("1", str(failures))}, output
+
+
+@pytest.mark.transports("tcp")
+def test_restarts_of_forked_workers(transport):
+    done = warm.run_module(
+        "worlds.agent",
+        *(str(FAILURES), PROGRAM, "restarts", "mycoll", str(FAILURES)),
+        environment={**os.environ, "OMP_NUM_THREADS": "1", "MYCOLL_TRANSPORT": transport},
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_restarts(done.stdout)
 
 
 def wait_for(path: Path, agents: list[subprocess.Popen[str]]) -> None:

@@ -57,6 +57,7 @@ def test_only_the_table_reads_them() -> None:
             assert not re.search(r'(getenv|environ\W.{0,9})\(?"MYCOLL_', path.read_text()), path
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("verb", ["env", "version"])
 def test_a_reader_that_goes_away(verb: str) -> None:
     """As in `mycoll env | head -1`: no traceback, and the exit code of SIGPIPE."""
@@ -73,6 +74,7 @@ def test_a_reader_that_goes_away(verb: str) -> None:
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("where", "code"), [("> /dev/full", 2), (">&-", 0)])
 def test_output_that_goes_nowhere(where: str, code: int) -> None:
     command = f"{sys.executable} -m mycoll env {where}"

@@ -30,7 +30,14 @@ def two_ranks(program: Path, codes: tuple[int, int] = (0, 0)) -> str:
 def run_ranks(program: Path, *arguments: str, codes: tuple[int, ...] = (0, 0)) -> str:
     """A rank for each of the codes that they are to end with."""
     folder = program.parent if program.parent != EXAMPLES else None
-    ended = warm.ranks(program, len(codes), *arguments, folder=folder, timeout=DEADLINE)
+    ended = warm.ranks(
+        program,
+        len(codes),
+        *arguments,
+        folder=folder,
+        preload=warm.OPTIMIZERS,
+        timeout=DEADLINE,
+    )
     outputs = [out + error for _, out, error in ended]
     assert tuple(code for code, *_ in ended) == codes, "\n".join(outputs)
     return "".join(outputs)
@@ -52,19 +59,25 @@ def test_example(name, words):
     assert words in two_ranks(EXAMPLES / name)
 
 
-def test_elastic():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "elastic.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[mycoll")]
+def test_elastic(tmp_path: Path):
+    """Its processes are forked from one that has imported torch."""
+    text = (EXAMPLES / "elastic.py").read_text()
+    spawn = 'context = mp.get_context("spawn")'
+    forked = 'context = mp.get_context("forkserver")'
+    assert text.count(spawn) == 1
+    text = text.replace(spawn, f"{forked}; context.set_forkserver_preload(['worlds.preload'])")
+    program = tmp_path / "elastic.py"
+    program.write_text(text)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.start(program, environment=environment)
+    try:
+        out, errors = done.communicate(DEADLINE)
+    finally:
+        done.kill()
+    assert done.returncode == 0, out + errors
+    lines = [line for line in out.splitlines() if not line.startswith("[mycoll")]
     steps = [re.fullmatch(r"step (\d+): (\d) ranks", line) for line in lines]
-    assert [found[2] for found in steps if found] == ["4", "2", "3", "3"], done.stdout
+    assert [found[2] for found in steps if found] == ["4", "2", "3", "3"], out
     assert lines[-1].startswith("done: all ranks have the same parameters")
 
 
@@ -140,16 +153,13 @@ def test_notebook():
 
 
 def test_ddp_restart(tmp_path: Path):
-    """As torchrun runs it; then the outcome is that of a job that never crashed."""
-    program = [str(EXAMPLES / "ddp_restart.py"), "--folder"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", "2", "--max-restarts", "1"]
+    """As torchrun's agent runs it; then the outcome is that of a job that never crashed."""
     (tmp_path / "crash").mkdir()
-    done = subprocess.run(
-        [*launch, *program, str(tmp_path / "crash"), "--crash-at", "25"],
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
+    program = [str(EXAMPLES / "ddp_restart.py"), "--folder", str(tmp_path / "crash")]
+    done = warm.run_module(
+        "worlds.agent",
+        *("1", *program, "--crash-at", "25"),
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,6 +36,7 @@ def test_an_elastic_group_loses_two_ranks(pool, mycoll_only, transport):
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
 
 
+@pytest.mark.tools
 def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
     results = tmp_path / "faults.json"
     words = f"faults --only 19a --backend mycoll --transport shm --json {results}".split()

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from jobs.fsdp import fsdp2, sharded
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
-    fully_shard,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from worlds.training import close, compare, model, reference, sgd, train
@@ -36,22 +35,6 @@ ON_CPU = {
     "device_id": torch.device("cpu"),  # otherwise it asks for an accelerator
     "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
 }
-
-
-def sharded(net: nn.Module, **options) -> nn.Module:
-    for layer in net.children():
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    return fully_shard(net, **options)
-
-
-def fsdp2(ctx: Ctx) -> None:
-    wanted = reference(ctx)
-    for options in ({}, {"reshard_after_forward": False}):
-        with ctx.case(f"{options}"):
-            net = sharded(model(), **options)
-            train(net, [ctx.rank])
-            compare(ctx, net, wanted)
 
 
 @pytest.mark.worlds(1, 2, 3)

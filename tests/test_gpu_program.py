@@ -47,6 +47,7 @@ def smoke(
     return done, done.stdout + done.stderr
 
 
+@pytest.mark.tools
 def test_smoke(tmp_path: Path) -> None:
     done, text = smoke(tmp_path)
     assert done.returncode == 0, text
@@ -60,6 +61,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("nccl-*")), "NCCL's logs, although nothing failed"
 
 
+@pytest.mark.tools
 def test_a_red_step_has_a_control(tmp_path: Path) -> None:
     done, text = smoke(tmp_path, "--only", "init,messages", nccl="fail=enqueue")
     assert done.returncode == 1, text
@@ -75,6 +77,7 @@ def test_steps_are_chosen_by_name_or_number() -> None:
         chosen("13")
 
 
+@pytest.mark.tools
 def test_smoke_comes_first_and_is_on_the_page(tmp_path: Path) -> None:
     """It stops where nothing works, and nothing else is tried."""
     environment = {"STANDIN_NCCL": "version=21000"}
@@ -116,6 +119,7 @@ def test_the_driver_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert topology == ["`\tGPU0\tGPU1`", "`GPU0\t X \tNV18`"]
 
 
+@pytest.mark.tools
 def test_benchmarks_and_page(tmp_path: Path) -> None:
     done = program(tmp_path, "--quick", "--only", "benchmarks")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,6 +133,7 @@ def test_benchmarks_and_page(tmp_path: Path) -> None:
     assert "| all_reduce | 8 |" in text
 
 
+@pytest.mark.tools
 def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     """It is ended with all its processes, and the page written all the same."""
     pid_file = tmp_path / "pid"
@@ -156,6 +161,7 @@ finally:
     assert not Path(f"/proc/{pid_file.read_text()}").exists()
 
 
+@pytest.mark.tools
 def test_what_there_is_no_time_for(tmp_path: Path) -> None:
     done = program(tmp_path, "--quick", "--only", "benchmarks", "--seconds", "1")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -163,6 +169,7 @@ def test_what_there_is_no_time_for(tmp_path: Path) -> None:
     assert "2 ranks by host: left out" in page.read_text()
 
 
+@pytest.mark.tools
 def test_tests_and_failures(tmp_path: Path) -> None:
     """What fails is named on the page, and its output kept."""
     done = program(tmp_path, "--only", "tests", "-k", "test_wrong_arguments")

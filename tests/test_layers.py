@@ -244,3 +244,17 @@ def test_an_import_from_above_is_seen(tmp_path: Path, name: str, line: str) -> N
 def test_a_new_module_is_seen(tmp_path: Path) -> None:
     (tmp_path / "misc.py").write_text("")
     assert arrows_up(tmp_path) == ["misc needs its place in ORDER"]
+
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_no_file_of_tests_imports_another() -> None:
+    """What several of them use is in jobs/, worlds/ or faults/."""
+    names = {path.stem for path in TESTS.rglob("test_*.py")}
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                found = [f"{node.module}"]
+            assert not names & {part for each in found for part in each.split(".")}, path

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box, metrics
-from test_status import during, eventually
+from worlds.during import during, eventually
 from worlds.worker import Ctx
 
 LINE = re.compile(

@@ -8,27 +8,16 @@ in NCCL_PACKAGES (a folder such as site-packages), and in build/nccl, which `./d
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
+from worlds.nccl_packages import ROOT, packages, version_of
 
-ROOT = Path(__file__).resolve().parent.parent
 # Where the CUDA headers that nccl.h includes lie in NVIDIA's packages, for CUDA 13 and 12.
 CUDA = ["cu13", "cuda_runtime", "cuda_nvcc", "cuda_cccl"]
 ABSENT = "no nccl.h here: a CUDA build of torch brings one, `./dev nccl` fetches one"
-
-
-def packages() -> list[Path]:
-    """Folders that hold nvidia/nccl."""
-    places = [Path(sysconfig.get_path("purelib")), *(ROOT / "build/nccl").glob("*")]
-    if given := os.environ.get("NCCL_PACKAGES"):
-        places.insert(0, Path(given))
-    return [place for place in places if (place / "nvidia/nccl/include/nccl.h").is_file()]
-
 
 FOUND = packages() or [
     pytest.param(None, marks=pytest.mark.skip(reason=ABSENT), id="absent"),
@@ -37,15 +26,6 @@ FOUND = packages() or [
 
 def label(place: Path | None) -> str | None:
     return version_of(place) if place else None
-
-
-def version_of(place: Path) -> str:
-    text = (place / "nvidia/nccl/include/nccl.h").read_text()
-    parts = [
-        re.search(rf"^#define NCCL_{part} (\d+)$", text, re.M)
-        for part in ["MAJOR", "MINOR", "PATCH"]
-    ]
-    return ".".join(match[1] if match else "?" for match in parts)
 
 
 def cuda_headers(place: Path) -> list[Path]:

@@ -5,44 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import arith
-from worlds.worker import Ctx, stable_seed
+from jobs.messages import (
+    SIZES,
+    any_source,
+    batch,
+    batch_one_sided,
+    beside_collectives,
+    neighbours,
+    order_kept,
+    ping_pong,
+    ring,
+    tags_out_of_order,
+    to_oneself,
+)
+from worlds.worker import Ctx
 
-SIZES = (0, 1, 17, 4099, 70_001, 1_000_003)
 ERRORS = (ValueError, RuntimeError, TypeError)
-
-
-def neighbours(ctx: Ctx) -> tuple[int, int]:
-    return (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
-
-
-def ring(ctx: Ctx) -> None:
-    """Everyone sends right and receives from the left, in every mix of blocking and not."""
-    right, left = neighbours(ctx)
-    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
-        for numel in SIZES if dtype == torch.float32 else SIZES[:-1]:
-            name = f"ring/{arith.short(dtype)}/{numel}"
-            if ctx.skips(name):
-                continue
-            parts = ctx.inputs(dtype, numel)
-            with ctx.case(f"{name}/isend recv"):
-                out = torch.zeros_like(parts[0])
-                work = dist.isend(parts[ctx.rank], right)
-                dist.recv(out, left)
-                work.wait()
-                ctx.same(out, parts[left])
-            with ctx.case(f"{name}/irecv send"):
-                out = torch.zeros_like(parts[0])
-                work = dist.irecv(out, left)
-                dist.send(parts[ctx.rank], right)
-                work.wait()
-                ctx.same(out, parts[left])
-            with ctx.case(f"{name}/isend irecv, waited backwards"):
-                out = torch.zeros_like(parts[0])
-                works = [dist.isend(parts[ctx.rank], right), dist.irecv(out, left)]
-                for work in reversed(works):
-                    work.wait()
-                ctx.same(out, parts[left])
 
 
 @pytest.mark.worlds(2, 3, 5, tcp=(3,))
@@ -50,53 +28,14 @@ def test_ring(world):
     world.run(ring)
 
 
-def ping_pong(ctx: Ctx) -> None:
-    x = torch.zeros(1, dtype=torch.int64)
-    for i in range(200):
-        if ctx.rank == i % 2:
-            dist.send(torch.tensor([i]), 1 - ctx.rank)
-        else:
-            dist.recv(x, 1 - ctx.rank)
-            ctx.equal(int(x), i)
-
-
 @pytest.mark.worlds(2, tcp=(2,))
 def test_ping_pong(world):
     world.run(ping_pong)
 
 
-def order_kept(ctx: Ctx) -> None:
-    """Many messages of many sizes in flight between two ranks arrive in order."""
-    sizes = [(i * 7919) % 5000 for i in range(60)]
-    if ctx.rank == 0:
-        works = [dist.isend(torch.full((n,), float(i)), 1) for i, n in enumerate(sizes)]
-        for work in works:
-            work.wait()
-    elif ctx.rank == 1:
-        for i, n in enumerate(sizes):
-            out = torch.zeros(n)
-            dist.recv(out, 0)
-            ctx.same(out, torch.full((n,), float(i)), f"message {i}")
-
-
 @pytest.mark.worlds(2, tcp=(2,))
 def test_order_is_kept(world):
     world.run(order_kept)
-
-
-def tags_out_of_order(ctx: Ctx) -> None:
-    for numel in (1, 5000, 300_007):
-        with ctx.case(f"{numel} elements"):
-            count = 6
-            if ctx.rank == 0:
-                works = [dist.isend(torch.full((numel,), t), 1, tag=t) for t in range(count)]
-                for work in works:
-                    work.wait()
-            elif ctx.rank == 1:
-                for t in (5, 0, 3, 4, 1, 2):
-                    out = torch.zeros(numel, dtype=torch.int64)
-                    dist.recv(out, 0, tag=t)
-                    ctx.same(out, torch.full((numel,), t), f"tag {t}")
 
 
 @pytest.mark.worlds(2, 3, tcp=(3,))
@@ -123,21 +62,6 @@ def tags_posted_first(ctx: Ctx) -> None:
 @pytest.mark.worlds(2, 3, tcp=(3,))
 def test_tags_of_posted_receives(world):
     world.run(tags_posted_first)
-
-
-def any_source(ctx: Ctx) -> None:
-    for numel in (1, 1000, 70_001):
-        if ctx.rank == 0:
-            seen = []
-            for _ in range(ctx.size - 1):
-                out = torch.zeros(numel, dtype=torch.int64)
-                source = dist.recv(out)
-                ctx.same(out, torch.full((numel,), source), f"what rank {source} sent")
-                seen.append(source)
-            ctx.equal(sorted(seen), list(range(1, ctx.size)), "senders")
-        else:
-            dist.send(torch.full((numel,), ctx.rank), 0)
-        dist.barrier()
 
 
 @pytest.mark.worlds(2, 3, 5, tcp=(3,))
@@ -180,31 +104,6 @@ def irecv_any_source(ctx: Ctx) -> None:
 @pytest.mark.worlds(2, tcp=(2,))
 def test_irecv_from_any_source(world):
     world.run(irecv_any_source)
-
-
-def to_oneself(ctx: Ctx) -> None:
-    """Whichever comes first, the message or who takes it. (torch refuses send() and recv().)"""
-    for numel in SIZES:
-        parts = [arith.values(torch.float32, numel, i) for i in range(3)]
-        with ctx.case(f"{numel} elements, tags taken in another order"):
-            works = [dist.isend(parts[i], ctx.rank, tag=i) for i in (0, 1, 2)]
-            for i in (1, 0, 2):
-                out = torch.zeros(numel)
-                dist.irecv(out, ctx.rank, tag=i).wait()
-                ctx.same(out, parts[i])
-            for work in works:
-                work.wait()
-        with ctx.case(f"{numel} elements, received first"):
-            outs = [torch.zeros(numel) for _ in parts]
-            works = [dist.irecv(out, ctx.rank) for out in outs]
-            works += [dist.isend(part, ctx.rank) for part in parts]
-            for work in works:
-                work.wait()
-            for out, part in zip(outs, parts, strict=True):
-                ctx.same(out, part)
-    x = torch.ones(2)
-    dist.all_reduce(x)
-    ctx.equal(x.tolist(), [float(ctx.size)] * 2)
 
 
 @pytest.mark.worlds(1, 2, tcp=(2,))
@@ -268,70 +167,14 @@ def test_to_oneself_mismatched(world):
     world.run(to_oneself_mismatched)
 
 
-def batch(ctx: Ctx) -> None:
-    """All pairs at once, in both directions, with several messages a pair."""
-    peers = [r for r in range(ctx.size) if r != ctx.rank or not ctx.gloo]
-    for numel in (0, 1, 1000, 200_003):
-        with ctx.case(f"{numel} elements"):
-
-            def message(src: int, dst: int, i: int, numel=numel) -> torch.Tensor:
-                return arith.values(torch.float32, numel, stable_seed(src, dst, i))
-
-            outs = {(p, i): torch.zeros(numel) for p in peers for i in range(2)}
-            ops = [dist.P2POp(dist.irecv, out, p) for (p, _), out in outs.items()]
-            ops += [
-                dist.P2POp(dist.isend, message(ctx.rank, p, i), p) for p in peers for i in range(2)
-            ]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            for (p, i), out in outs.items():
-                ctx.same(out, message(p, ctx.rank, i), f"from {p}")
-
-
 @pytest.mark.worlds(2, 3, 4, tcp=(3,))
 def test_batch_isend_irecv(world):
     world.run(batch)
 
 
-def batch_one_sided(ctx: Ctx) -> None:
-    """Ranks with different batches, or none; what a pipeline does."""
-    right, left = ctx.rank + 1, ctx.rank - 1
-    x = torch.full((1000,), float(ctx.rank))
-    out = torch.zeros(1000)
-    ops = []
-    if right < ctx.size:
-        ops.append(dist.P2POp(dist.isend, x, right))
-    if left >= 0:
-        ops.append(dist.P2POp(dist.irecv, out, left))
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    ctx.equal(float(out[0]), float(max(left, 0)))
-
-
 @pytest.mark.worlds(2, 4, tcp=(4,))
 def test_batch_of_a_pipeline(world):
     world.run(batch_one_sided)
-
-
-def beside_collectives(ctx: Ctx) -> None:
-    """Unfinished sends and receives do not hold up collectives, nor the other way round."""
-    right, left = neighbours(ctx)
-    outs = [torch.zeros(1000) for _ in range(8)]
-    receives = [dist.irecv(out, left, tag=i) for i, out in enumerate(outs)]
-    for i in range(8):
-        x = torch.full((5000,), float(i))
-        dist.all_reduce(x)
-        ctx.equal(float(x[-1]), float(i * ctx.size))
-        dist.barrier()
-    pending = [
-        dist.all_reduce(torch.ones(100_000), async_op=True),
-        *(dist.isend(torch.full((1000,), float(i)), right, tag=i) for i in reversed(range(8))),
-        dist.all_reduce(torch.ones(100_000), async_op=True),
-    ]
-    for work in (*receives, *pending):
-        work.wait()
-    for i, out in enumerate(outs):
-        ctx.same(out, torch.full((1000,), float(i)))
 
 
 @pytest.mark.worlds(2, 3, tcp=(3,))

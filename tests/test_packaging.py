@@ -477,6 +477,7 @@ def test_unsupported_torch_is_two_readable_lines(torch_version: str) -> None:
     assert "pip install 'torch>=2.11,<2.16'" in lines[1]
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("variables", "problem", "remedy"),
     [
@@ -513,6 +514,7 @@ def configure(
     )
 
 
+@pytest.mark.tools
 def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
     """With two of them in a process, the first group would end in a segmentation fault."""
     done = configure(ROOT, tmp_path, LDFLAGS="-static-libstdc++")
@@ -531,6 +533,7 @@ def sources(root: Path) -> set[str]:
     return {str(file.relative_to(root)) for file in files if file.suffix != ".pyc"}
 
 
+@pytest.mark.tools
 def test_source_distribution(tmp_path: Path) -> None:
     """Whoever has only that can build: nothing is missing, and CMake finds its way."""
     if not find_spec("setuptools") or int(version("setuptools").split(".")[0]) < 77:
@@ -549,6 +552,7 @@ def test_source_distribution(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.tools
 def test_wheel(tmp_path: Path) -> None:
     """The wheel that users get: made, unpacked elsewhere, and used."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_nccl_abi import packages, version_of
+from worlds.nccl_packages import packages, version_of
 
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: ./dev gpu runs NCCL on it", allow_module_level=True)

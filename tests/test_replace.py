@@ -822,6 +822,7 @@ dist.init_process_group, dist.new_group = noting(dist.init_process_group), notin
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("variable", "words"),
     [

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 import torch.distributed as dist
 from mycoll import black_box, status
 from worlds import warm
+from worlds.during import PATIENCE, during, eventually
 from worlds.worker import Ctx
-
-PATIENCE = 10.0  # seconds
 
 
 def pids(ctx: Ctx) -> int:
@@ -34,22 +32,6 @@ def stuck(ctx: Ctx, culprit: int, mark: str) -> None:
         while not Path(mark).exists() and time.monotonic() < deadline:
             sum(range(10_000_000))
     dist.all_reduce(torch.ones(25))
-
-
-def eventually(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (result := look()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert result
-    return result
-
-
-def during(world: Any, job: Any, *args: Any) -> Any:
-    """Starts a job, and returns what waits for its end."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    pool = ThreadPoolExecutor(1)
-    return pool.submit(world.run, job, *args)
 
 
 def test_who_waits_for_whom(fresh, transport, tmp_path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
-from test_random_walk import walk
+from jobs.walk import walk
 from worlds.crew import Crew
 from worlds.elastic_walk import ElasticCrew
 from worlds.hosts import Capture, enter, ip, join, namespaces
@@ -470,6 +470,7 @@ def test_an_interface_that_does_not_work_is_left_out(fresh, mycoll_only, rails, 
     assert logs.count(LEFT_OUT) == 1, logs
 
 
+@pytest.mark.tools
 def test_the_benchmark_of_hosts(hosts, mycoll_only):
     """Hosts of one and two ranks: a table with the bytes on the wire, and nothing left behind."""
     program = Path(__file__).parents[1] / "benchmarks" / "hosts.py"

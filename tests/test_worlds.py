@@ -95,6 +95,14 @@ def test_reference_against_python():
             assert got == [want(c) for c in columns], (dtype, op)
 
 
+def test_inputs_belong_to_the_caller():
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        first, second = (arith.values(dtype, (3, 5), seed=1) for _ in range(2))
+        assert torch.equal(first, second) and first.any()
+        second.zero_()
+        assert torch.equal(arith.values(dtype, (3, 5), seed=1), first)
+
+
 def is_warm(ctx: Ctx) -> bool:
     return gc.get_freeze_count() > 0 and "torch._dynamo" in sys.modules
 

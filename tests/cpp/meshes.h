@@ -3,10 +3,12 @@
 // a process "ends" when its mesh is destroyed.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -80,7 +82,11 @@ class Meshes {
   }
   bool turnUntil(const std::function<bool()>& isOver, int milliseconds = 10'000) {
     const auto deadline = mycoll::Deadline::after(std::chrono::milliseconds(milliseconds));
-    while (!isOver() && !deadline.expired()) turn(1);
+    for (int turns = 0; !isOver() && !deadline.expired(); ++turns) {
+      turn(1);
+      // What has not come by now waits for time to pass, not for turns.
+      if (turns > 2000) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
     return isOver();
   }
 

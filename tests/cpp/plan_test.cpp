@@ -285,7 +285,7 @@ TEST(Plan, isRightWhereMemoryIsUsedAgain) {
 TEST(Plan, isRightForRandomWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 100); ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40); ++i) {
     const int ranks = 2 + static_cast<int>(random() % 63);
     const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 24));
     std::vector<int> hostOf(ranks);
@@ -305,7 +305,7 @@ TEST(Plan, isRightForRandomWorlds) {
 TEST(Plan, isRightForRootsOfLargeWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 100) / 5; ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40) / 5; ++i) {
     const int ranks = 65 + static_cast<int>(random() % 60);
     const int hosts = 2 + static_cast<int>(random() % 30);
     std::vector<int> hostOf(ranks);
@@ -429,7 +429,7 @@ std::vector<Job> unevenJobs(OpKind kind, int ranks, int root, std::mt19937& rand
 TEST(Plan, exchangesBlocksOfAllSizes) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200); ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 100); ++i) {
     for (const OpKind kind : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll}) {
       // Blocks go together in large worlds only.
       const int least = i % 2 == 0 ? 2 : kind == OpKind::kAllToAll ? 8 : 65;

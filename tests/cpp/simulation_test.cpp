@@ -2,7 +2,7 @@
 // other, connections that break, ranks that die at every step, bits that flip. Whatever it does,
 // each operation ends with the right bits or with an error that names the cause, on every survivor.
 //
-//   simulation_test                                   a few seeds of each kind
+//   simulation_test                                   some of the 100 seeds of ./dev soak --short
 //   SIMULATION_SEEDS=5000 simulation_test             many
 //   SIMULATION_SEED=1234 simulation_test              one again, as a failure names it
 #include <sys/socket.h>
@@ -737,7 +737,7 @@ void expectHeard(const Fate& fate, unsigned seed, int rank, Code code, const std
 void expectFaultIsHeard(const std::function<void(Weather& weather, const Script& script)>& plan,
                         bool hasAlwaysWindow = false) {
   std::atomic<int> failed{0};
-  forSeeds(60, [&](unsigned seed) {
+  forSeeds(25, [&](unsigned seed) {
     Script script(seed);
     script.hasWindow |= hasAlwaysWindow;
     Climate climate = climateOf(script);
@@ -775,7 +775,7 @@ void expectFaultIsHeard(const std::function<void(Weather& weather, const Script&
 // What one rank does in a group reaches all others of it: this code, with these words and its name
 // in the message. It does nothing to other groups.
 void expectAllHearOf(Ending ending, Code code, const std::string& words) {
-  forSeeds(60, [&](unsigned seed) {
+  forSeeds(25, [&](unsigned seed) {
     const Script script(seed, ending);
     Climate climate = climateOf(script);
     const std::vector<Fates> fates = runWorld(script, climate);
@@ -799,11 +799,11 @@ void expectAllHearOf(Ending ending, Code code, const std::string& words) {
 }  // namespace
 
 TEST(Simulation, slowLinksChangeNothing) {
-  forSeeds(60, [](unsigned seed) { expectAllWell(Script(seed)); });
+  forSeeds(25, [](unsigned seed) { expectAllWell(Script(seed)); });
 }
 
 TEST(Simulation, putsComeBeforeTheirSignals) {
-  forSeeds(40, [](unsigned seed) {
+  forSeeds(20, [](unsigned seed) {
     Script script(seed);
     script.hasWindow = true;
     expectAllWell(script);

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_mismatch import MISMATCHES, Mismatch, f32
+from jobs.mismatches import MISMATCHES, Mismatch, f32
 from worlds.worker import Ctx
 
 from faults.harness import Judge, Outcome, Seen, Stage, attempt_and_leave, fates

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_two_hosts import enter, ip
+from worlds.hosts import enter, ip
 from worlds.pool import World
 from worlds.worker import Ctx
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import test_device_contexts
-import test_device_streams
-import test_fsdp
+import jobs.contexts
+import jobs.streams
 import torch
 import torch.distributed as dist
 from faults.harness import kill_one
+from jobs import fsdp
 from standins import cuda as standin_cuda
 from torch.nn.parallel import DistributedDataParallel
 from worlds import arith, training
@@ -139,8 +139,8 @@ def same_results(ctx: Ctx) -> Found:
 def streams(ctx: Ctx) -> Found:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return Found("with CUDA_LAUNCH_BLOCKING the CPU waits in every call", False)
-    test_device_streams.after_the_current_stream(ctx)
-    test_device_streams.host_goes_on(ctx)
+    jobs.streams.after_the_current_stream(ctx)
+    jobs.streams.host_goes_on(ctx)
     return Found("work comes after its stream, the CPU goes on, readers wait")
 
 
@@ -168,7 +168,7 @@ def ddp(ctx: Ctx) -> Found:
 
 def fsdp2(ctx: Ctx) -> Found:
     with ctx.device:
-        test_fsdp.fsdp2(ctx)
+        fsdp.fsdp2(ctx)
     return Found(f"{training.STEPS} steps, weights as one process gets them")
 
 
@@ -239,7 +239,7 @@ def contexts(ctx: Ctx) -> Found:
     thread.join()
     for failure in failures:
         raise failure
-    found = test_device_contexts.contexts(ctx)
+    found = jobs.contexts.contexts(ctx)
     ctx.equal(found, [ctx.device.index], "the GPUs on which this process has a context:")
     if torch.accelerator.device_count() == 1:
         return Found("there is one GPU, so no other to make a context on", False)

@@ -16,5 +16,7 @@ on a device: the fixture `device_world`), `smoke` (a small job over every kind o
 program for the launchers), `preload` (what ranks find imported), `warm` (programs in processes that
 have imported torch already), `crew` (processes that are started and killed one by one),
 `elastic_walk` (members of a mycoll.ElasticGroup), `ports` (a port to listen at that nobody takes
-meanwhile).
+meanwhile), `during` (asks about a world while a job runs in it), `hosts` (network namespaces),
+`alone` (a world of `mycoll bench` with one rank), `nccl_packages` (where NVIDIA's NCCL lies). Jobs
+that several files of tests run are in `jobs`: no file of tests imports another.
 """

@@ -49,17 +49,30 @@ def reduce_op(name: str) -> dist.ReduceOp:
 # --- inputs
 
 
+# Jobs ask for the same numbers many times: for each operation, mode and root. To make them takes
+# longer than to send them.
+KEPT_BYTES = 32 << 20
+_kept: dict[tuple[torch.dtype, tuple[int, ...], int], torch.Tensor] = {}
+
+
 def values(dtype: torch.dtype, shape: int | Sequence[int], seed: int) -> torch.Tensor:
-    """Random values for which order, width and rounding matter; on the default device."""
-    where = torch.get_default_device()
-    if where.type == "cpu":
-        return _values(dtype, shape, seed)
-    with torch.device("cpu"):
-        return _values(dtype, shape, seed).to(where)
-
-
-def _values(dtype: torch.dtype, shape: int | Sequence[int], seed: int) -> torch.Tensor:
+    """Random values for which order, width and rounding matter; on the default device. The tensor
+    is the caller's own."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    where = torch.get_default_device()
+    made = _kept.get((dtype, shape, seed))
+    if made is None:
+        with torch.device("cpu"):
+            made = _values(dtype, shape, seed)
+        if made.nbytes > KEPT_BYTES // 8:
+            return made.to(where)
+        if made.nbytes + sum(each.nbytes for each in _kept.values()) > KEPT_BYTES:
+            _kept.clear()
+        _kept[dtype, shape, seed] = made
+    return made.clone() if where.type == "cpu" else made.to(where)
+
+
+def _values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     if dtype in COMPLEX:
         parts = torch.float32 if dtype == torch.complex64 else torch.float64

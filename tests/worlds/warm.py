@@ -9,8 +9,10 @@ with its environment. A test of the import itself starts a real interpreter inst
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -21,10 +23,14 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LIMIT = 1 << 20  # bytes of a request
+OPTIMIZERS = (
+    "torch._dynamo",
+)  # what the first step of any optimizer imports, for a second or more
 
 
 class Program:
@@ -55,13 +61,14 @@ class Program:
 
 
 @functools.cache
-def server() -> socket.socket:
-    """One for the whole test run; it ends when this process does."""
+def server(*preload: str) -> socket.socket:
+    """One for the whole test run; it ends when this process does. preload: what it imports besides
+    torch."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL", "PYTHONPATH"))}
     process = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
+        [sys.executable, __file__, str(theirs.fileno()), *preload],
         env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         pass_fds=[theirs.fileno()],
     )
@@ -82,9 +89,11 @@ def start(
     environment: dict[str, str] | None = None,
     folder: str | Path | None = None,
     to_the_end: bool = False,
+    preload: Sequence[str] = (),
 ) -> Program:
     """Runs code, or the file of this path, as Python's -c or the file would be run. To the end:
-    also what comes after the handlers of atexit, for tests of how processes end."""
+    also what comes after the handlers of atexit, for tests of how processes end. preload: modules
+    that it finds imported, as OPTIMIZERS for programs that train."""
     files = [os.memfd_create(name) for name in ("out", "error")]
     status, theirs = os.pipe()
     request = pickle.dumps(
@@ -97,7 +106,7 @@ def start(
             "to_the_end": to_the_end,
         }
     )
-    socket.send_fds(server(), [request], [*files, theirs])
+    socket.send_fds(server(*preload), [request], [*files, theirs])
     os.close(theirs)
     return Program(status, files)
 
@@ -111,7 +120,10 @@ def run_module(
     name: str, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     program = start(module(name), *arguments, environment=environment)
-    out, error = program.communicate(timeout)
+    try:
+        out, error = program.communicate(timeout)
+    finally:
+        program.kill()
     return subprocess.CompletedProcess((name, *arguments), program.returncode or 0, out, error)
 
 
@@ -147,19 +159,20 @@ def ranks(
 # --- in the server --------------------------------------------------------------------------------
 
 
-def serve(requests: socket.socket) -> dict[str, Any]:
+def serve(requests: socket.socket, preload: Sequence[str]) -> dict[str, Any]:
     """Returns in each new process, with what to run; ends with the process of the tests."""
-    import torch  # noqa: F401
-
+    for name in ("torch", *preload):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # each program would look at all of it, and so copy its pages
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
+        with contextlib.suppress(ChildProcessError):  # their times count as this process's, so
+            while os.waitpid(-1, os.WNOHANG)[0]:  # that `time` sees them
+                pass
         if not data:
             os._exit(0)
         if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
             return watched(pickle.loads(data), *fds)
         for fd in fds:
@@ -227,7 +240,7 @@ def run(code: Any, main: types.ModuleType) -> int:
 
 
 if __name__ == "__main__":
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     main = become(request)
     code = compile(request["code"], request["name"], "exec")
     if not request["to_the_end"]:

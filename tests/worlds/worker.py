@@ -201,7 +201,7 @@ def called(mode: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
         function(*args, **kwargs)
 
 
-OURS = r"(__main__|mycoll|test_\w+|worlds|faults|gpu|standins)(\..*)?$"
+OURS = r"(__main__|mycoll|test_\w+|worlds|jobs|faults|gpu|standins)(\..*)?$"
 
 
 def filter_warnings() -> None:

@@ -1,5 +1,5 @@
 // Which way the ranks take for calls of one kind and size: staging, or SingleCopy. They make the
-// call that asks for it several times in both ways, alternately, with scratch outputs:
+// call that asks for it several times in both ways, alternately, on scratch memory:
 //
 //   each     arrive: which results it has already, whether it has memory for the outputs
 //            the call by staging, the call by single copy, and again
@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <utility>
 
 #include "base/log.h"
 #include "collectives/shm/collectives.h"
@@ -38,7 +39,7 @@ struct Times {
 };
 static_assert(sizeof(Times) <= Arrival::kInlineBytes);
 
-// Returns the same call with other outputs, and only the beginning of large tensors. The sizes
+// Returns the same call on scratch memory, and with only the beginning of large tensors. The sizes
 // depend only on those of the call: so the ranks still agree.
 Call trialOf(const Call& call, int ranks, std::unique_ptr<char[]>* scratch) {
   Call trial = call;
@@ -48,16 +49,24 @@ Call trialOf(const Call& call, int ranks, std::unique_ptr<char[]>* scratch) {
   most -= most % call.elementBytes;
   for (Span& span : trial.in) span.bytes = std::min(span.bytes, most);
   for (Span& span : trial.out) span.bytes = std::min(span.bytes, most);
-  const size_t bytes = totalBytes(trial.out);
-  scratch->reset(new (std::nothrow) char[bytes]);
+  scratch->reset(new (std::nothrow) char[totalBytes(trial.in) + totalBytes(trial.out)]);
   char* end = scratch->get();
   if (!end) return trial;
-  std::memset(end, 0, bytes);  // else all pages would be one, of zeros
+  for (Span& span : trial.in) span.data = std::exchange(end, end + span.bytes);
   for (Span& span : trial.out) {
-    span.data = end;
-    end += span.bytes;
+    size_t same = 0;  // the input that this output is, if it is one
+    while (same < call.in.size() && call.in[same].data != span.data) ++same;
+    span.data = same < call.in.size() ? trial.in[same].data : std::exchange(end, end + span.bytes);
   }
   return trial;
+}
+
+// Writes the tensors that others will read, as a program does before most calls: they are then in
+// this core's cache, and in no other.
+void writeSources(const Call& trial) {
+  for (const Span& span : trial.in.empty() ? trial.out : trial.in) {
+    std::memset(span.data, 0, span.bytes);
+  }
 }
 
 template <typename T>
@@ -108,6 +117,7 @@ Task shmMeasure(ShmGroup group, const Call& call) {
   Times mine;
   for (int round = -1; round < rounds; ++round) {  // the first waits for pages, and fills caches
     for (const Choice way : {Choice::kStaged, Choice::kDirect}) {
+      writeSources(trial);
       MYCOLL_CO_RETURN_IF_ERROR(co_await shmBarrier(group));
       const auto began = std::chrono::steady_clock::now();
       memory.force(way);

@@ -59,7 +59,7 @@ def test_what_ends_leaves_no_memory_behind() -> None:
                 life = [each.memory for each in crew.lives[number] if each.size == size]
                 early, late = life[:WARM], life[WARM:]
                 assert len(late) > WARM
-                assert late[-1].heap <= max(each.heap for each in early) + (128 << 10), life
+                assert late[-1].heap <= max(each.heap for each in early) + (64 << 10), life
                 assert late[-1].shared <= max(each.shared for each in early), life
 
 

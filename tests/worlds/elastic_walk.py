@@ -104,6 +104,7 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
         options["store"] = dist.TCPStore(*store)
     recovery = timedelta(seconds=options.pop("recovery", RECOVERY))
     patience = options.pop("patience", None)
+    persists = options.pop("persists", False)
     try:
         members = mycoll.ElasticGroup(handles=handles, **options)
     except dist.DistBackendError as error:
@@ -131,11 +132,14 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
                 break
             members.admit(recovery)
         except dist.DistBackendError:
-            try:
-                members.recover(recovery)
-            except dist.DistBackendError as error:
-                pipe.send(str(error))
-                return
+            while True:
+                try:
+                    members.recover(recovery)
+                    break
+                except dist.DistBackendError as error:
+                    pipe.send(str(error))
+                    if not persists:
+                        return
     members.close()
     pipe.send("closed")
 
@@ -143,7 +147,8 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
 class ElasticCrew(Crew):
     """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
     the address of a TCPStore as `store`; in seconds, `recovery`: the timeout of recover(), and
-    `patience`: of operations, where it is not that of the first group."""
+    `patience`: of operations, where it is not that of the first group; `persists`: whether they
+    call recover() again after it has failed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -170,12 +175,15 @@ class ElasticCrew(Crew):
 
     def settle(self, without: Sequence[int] = ()) -> float:
         """Waits until all have the sum of all. Returns when the last one had it."""
+        persists = self.options.get("persists", False)
         numbers = [number for number in self.living if number not in without]
         expected = sum(2 ** self._bits[number] for number in numbers)
         last = []
         for number in numbers:
             while True:
                 found = self.receive(number)
+                if isinstance(found, str) and persists and "elastic group" in found:
+                    continue
                 if isinstance(found, str):  # it was started
                     assert "elastic group" not in found, found
                     self._handles[number] = found

@@ -16,7 +16,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
-from worlds.elastic_walk import ElasticCrew, walk
+from worlds.elastic_walk import WARM, ElasticCrew, walk
 from worlds.threads import on_all
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
@@ -38,6 +38,29 @@ def test_any_walk() -> None:
         walk(seed, int(steps), 5, timeout=TIMEOUT, patience=1.0, recovery=8.0)
     else:
         walk(seed, 8, 4, timeout=TIMEOUT)
+
+
+def test_what_ends_leaves_no_memory_behind() -> None:
+    """Two processes lose a third one, and admit another, again and again. A group that is not freed
+    keeps 20 KiB of the heap, and shared memory."""
+    with ElasticCrew(timeout=TIMEOUT) as crew:
+        crew.enlist(1)
+        crew.settle()
+        crew.enlist(1, through=[0])
+        crew.settle()
+        survivors = crew.living
+        for _ in range(2 * WARM + 3):
+            (newest,) = crew.enlist(1, through=[0])
+            crew.settle()
+            crew.kill([newest])
+            crew.settle()
+        for number in survivors:
+            for size in (2, 3):
+                life = [each.memory for each in crew.lives[number] if each.size == size]
+                early, late = life[:WARM], life[WARM:]
+                assert len(late) > WARM
+                assert late[-1].heap <= max(each.heap for each in early) + (64 << 10), life
+                assert late[-1].shared <= max(each.shared for each in early), life
 
 
 def test_the_store_may_end_and_rank_zero_too(free_port: int) -> None:

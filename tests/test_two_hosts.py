@@ -316,6 +316,95 @@ def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
         ip("-n", hosts[0], "link", "set", "veth0", "up")
 
 
+def test_ranks_that_were_cut_off_come_back_by_themselves(mycoll_only, hosts):
+    """The network between the hosts fails for longer than a recover() lasts. When it is back, the
+    next recover() finds the others."""
+    crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=4.0, persists=True)
+    common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
+    env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
+    try:
+        with crew:
+            crew.enlist(1, **env[0])
+            crew.settle()
+            crew.options["min_ranks"] = 3
+            crew.enlist(2, through=[0], **env[0])
+            crew.settle()
+            others = crew.enlist(2, through=[1], **env[1])
+            crew.settle()
+            ip("-n", hosts[0], "link", "set", "veth0", "down")
+            crew.settle(without=others)
+            for each in others:
+                assert "at least 3 processes" in crew.error(each)
+            ip("-n", hosts[0], "link", "set", "veth0", "up")
+            crew.settle()
+    finally:
+        ip("-n", hosts[0], "link", "set", "veth0", "up")
+
+
+def admits_when_told(pipe: Connection) -> None:
+    """Replies with the size of its group, and how many newcomers it waits for."""
+    enter(os.environ["NETWORK_NAMESPACE"])
+    members = mycoll.ElasticGroup(timeout=SUITE_TIMEOUT)
+    pipe.send(members.handle)
+    while True:
+        pipe.recv()
+        members.admit(timedelta(seconds=4))
+        pipe.send((members.size, len(members._newcomers)))
+
+
+def joins_when_told(pipe: Connection) -> None:
+    enter(os.environ["NETWORK_NAMESPACE"])
+    other_use = mycoll.Endpoint(name="other")  # of this process's connections
+    assert other_use.handle
+    while True:
+        handle, tries = pipe.recv()
+        result: int | str = ""
+        while tries > 0 and not isinstance(result, int):
+            tries -= 1
+            try:
+                members = mycoll.ElasticGroup(
+                    handles=[handle], min_ranks=2, timeout=timedelta(seconds=4)
+                )
+                result = members.size
+            except dist.DistBackendError as error:
+                result = str(error)
+        pipe.send(result)
+
+
+def test_a_newcomer_that_was_cut_off_may_join_later(mycoll_only, hosts):
+    """It is lost while it waits to be admitted. The group does not change in between."""
+    common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
+
+    def admit() -> tuple[int, int]:
+        crew.send(member, "admit")
+        found: tuple[int, int] = crew.receive(member)
+        return found
+
+    def admit_until(wanted: tuple[int, int]) -> None:
+        end = time.monotonic() + 60
+        while (found := admit()) != wanted:
+            assert time.monotonic() < end, found
+            time.sleep(0.02)
+
+    try:
+        with Crew() as crew:
+            member = crew.start(admits_when_told, NETWORK_NAMESPACE=hosts[0], **common)
+            guest = crew.start(joins_when_told, NETWORK_NAMESPACE=hosts[1], **common)
+            handle = crew.receive(member)
+            crew.send(guest, (handle, 1))
+            assert "at least 2" in crew.receive(guest)
+            ip("-n", hosts[0], "link", "set", "veth0", "down")
+            assert admit() == (1, 1)  # it was called in vain
+            admit_until((1, 0))
+            ip("-n", hosts[0], "link", "set", "veth0", "up")
+            # Not always at once: it may take the connection for alive that the other has given up.
+            crew.send(guest, (handle, 20))
+            admit_until((2, 0))
+            assert crew.receive(guest) == 2
+    finally:
+        ip("-n", hosts[0], "link", "set", "veth0", "up")
+
+
 def forms_as_told(pipe: Connection) -> None:
     """A process with an endpoint: forms the groups that it is told, and sums in each."""
     enter(os.environ["NETWORK_NAMESPACE"])

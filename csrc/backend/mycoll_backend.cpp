@@ -23,6 +23,8 @@ namespace {
 constexpr std::chrono::seconds kShutdownTimeout(10);
 // The same for a group that is dropped without that call.
 constexpr std::chrono::seconds kDropTimeout(2);
+// The longest wait for the last messages of a group that another one replaces.
+constexpr std::chrono::milliseconds kDiscardTimeout(100);
 #if MYCOLL_TORCH_HAS_RECONFIGURE
 constexpr char kNotElastic[] = "the group was not made with enable_reconfigure=True";
 #endif
@@ -269,6 +271,11 @@ void MycollBackend::abort() {
   } else if (now.communicator) {
     now.communicator->abort(reason);
   }
+}
+
+void MycollBackend::discard() {
+  abort();
+  generations_.current().end(Deadline::after(kDiscardTimeout), "");
 }
 
 void MycollBackend::shutdown() {

@@ -161,6 +161,9 @@ class MycollBackend final : public c10d::Backend {
 #endif
   c10d::ErrorType getError() override;
   void abort() override;
+  // For a group that another one replaces: as abort(). Then its ranks may be connected to again,
+  // even if the caller keeps this object.
+  void discard();
   void shutdown() override;
 
   void registerOnCompletionHook(

@@ -172,6 +172,9 @@ inline constexpr const char* kBackendEncryption =
 Returns:
     For example `"TLS 1.3 PSK, AES-128-GCM"`; `""` if they are not.
 )";
+inline constexpr const char* kBackendDiscard =
+    R"(Aborts the group. Its ranks may be connected to again, even if this object is kept.)";
+
 inline constexpr const char* kBackendDeviceTransport =
     R"(Returns how tensors on devices are transferred.
 

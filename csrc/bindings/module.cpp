@@ -480,6 +480,8 @@ PYBIND11_MODULE(_C, module) {
            doc::kBackendEncryption)
       .def("device_transport", &MycollBackend::deviceTransport,
            py::call_guard<py::gil_scoped_release>(), doc::kBackendDeviceTransport)
+      .def("_discard", &MycollBackend::discard, py::call_guard<py::gil_scoped_release>(),
+           doc::kBackendDiscard)
       .def(
           "_register_memory",
           [](MycollBackend& self, const std::string& device, uintptr_t address, size_t bytes,

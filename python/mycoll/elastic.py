@@ -173,10 +173,12 @@ class ElasticGroup:
             timeout: For the whole call. Ranks that are alive but do not call it are left out.
 
         Raises:
-            torch.distributed.DistBackendError: Fewer than `min_ranks` have called it.
+            torch.distributed.DistBackendError: Fewer than `min_ranks` have called it. It may be
+                called again: a rank that was cut off from the others then finds those that continue
+                without it, if the network is back.
         """
         if self._group is not None:
-            self._group.abort()
+            _discard(self._group)
             self._group = None
         self._meet(self._min_ranks, timeout)
 
@@ -206,7 +208,7 @@ class ElasticGroup:
         try:
             self._meet(self._min_ranks, timeout)
         finally:
-            before.abort()
+            _discard(before)
         return True
 
     def close(self) -> None:
@@ -221,8 +223,14 @@ class ElasticGroup:
 
     def _meet(self, needed: int, timeout: timedelta) -> None:
         began = time.monotonic()
-        while not self._attempt(needed, began, timeout.total_seconds()):
-            pass
+        try:
+            while not self._attempt(needed, began, timeout.total_seconds()):
+                pass
+        except BaseException:
+            # A process stays lost as long as it is watched. The next call connects to it again: the
+            # network between them may have come back.
+            self._native.watch([])
+            raise
 
     def _attempt(self, needed: int, began: float, seconds: float) -> bool:
         """Returns False if the processes on a list could not form the group."""
@@ -358,8 +366,11 @@ class ElasticGroup:
                 self._joined.add(source)
                 for newcomer in (source, *text["newcomers"]):
                     self._note(newcomer)
-        self._newcomers = [each for each in self._newcomers if not self._is_lost(each)]
-        self._absent.intersection_update(self._newcomers)
+        living = [each for each in self._newcomers if not self._is_lost(each)]
+        if living != self._newcomers:
+            self._newcomers = living
+            self._absent.intersection_update(living)
+            self._native.watch([*self._members, *living])  # a lost one may connect again
         return others
 
     def _note(self, newcomer: str) -> None:
@@ -376,6 +387,11 @@ class ElasticGroup:
         return "; ".join(
             [f"elastic group: timeout after {seconds:g} s: {what}", *losses, *self._why]
         )
+
+
+def _discard(group: ProcessGroup) -> None:
+    """Ends a group that the caller may still refer to: in a model, or in the error's traceback."""
+    group._get_backend(torch.device("cpu"))._discard()  # type: ignore[attr-defined]
 
 
 def _publish(store: Store, handle: str) -> list[str]:

@@ -5,8 +5,11 @@ of, and must be the same on all of them."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -26,6 +29,56 @@ PROC = Path("/proc/self")
 RECOVERY = 60.0
 BITS = 48  # a float64 holds any sum of these powers of two
 MOST_DESCRIPTORS, MOST_THREADS = 40, 8
+MOST_SHARED = 48 << 20
+# A process is not compared with itself before it has been in so many groups.
+WARM = 6
+# The most that a process may have more after any number of groups.
+MOST_GROWTH = {"heap": 512 << 10, "resident": 2 << 20}
+# In the walk, one process is spared for so many steps, and then none for as many.
+SPARED = 50
+
+
+class Mallinfo(ctypes.Structure):
+    """mallinfo2() of glibc 2.33 and later."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+class Memory(NamedTuple):
+    """In bytes."""
+
+    heap: int  # what malloc has given away, if glibc can say it
+    resident: int  # without files and shared memory
+    shared: int  # mappings of mycoll's shared memory
+
+    @staticmethod
+    def settle() -> None:
+        """Large tensors do not fragment the heap from now on: each has pages of its own."""
+        gc.collect()
+        gc.freeze()
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
+
+    @staticmethod
+    def used() -> Memory:
+        gc.collect()
+        heap = 0
+        if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is not None:
+            mallinfo.restype = Mallinfo
+            found = mallinfo()
+            heap = found.uordblks + found.hblkhd
+        resident = re.search(r"RssAnon:\s+(\d+) kB", (PROC / "status").read_text())
+        assert resident is not None
+        ranges = re.findall(r"(?m)^(\w+)-(\w+) .*/memfd:mycoll", (PROC / "maps").read_text())
+        shared = sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+        return Memory(heap, 1024 * int(resident[1]), shared)
 
 
 class Report(NamedTuple):
@@ -38,17 +91,20 @@ class Report(NamedTuple):
     when: float
     descriptors: int
     threads: int
+    memory: Memory
 
 
 def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str, Any]) -> None:
     if namespace := os.environ.get("NETWORK_NAMESPACE"):
         enter(namespace)
     torch.set_num_threads(1)
+    Memory.settle()
     store = options.pop("store", None)
     if store is not None:
         options["store"] = dist.TCPStore(*store)
     recovery = timedelta(seconds=options.pop("recovery", RECOVERY))
     patience = options.pop("patience", None)
+    persists = options.pop("persists", False)
     try:
         members = mycoll.ElasticGroup(handles=handles, **options)
     except dist.DistBackendError as error:
@@ -70,17 +126,20 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
                 total = int(x[0]) if bool((x == x[0]).all()) else -1
                 used = (sum(1 for _ in (PROC / each).iterdir()) for each in ("fd", "task"))
                 report = (reported, total, members.rank, members.size, time.monotonic(), *used)
-                pipe.send(Report(*report))
+                pipe.send(Report(*report, Memory.used()))
             if pipe.poll():
                 pipe.recv()
                 break
             members.admit(recovery)
         except dist.DistBackendError:
-            try:
-                members.recover(recovery)
-            except dist.DistBackendError as error:
-                pipe.send(str(error))
-                return
+            while True:
+                try:
+                    members.recover(recovery)
+                    break
+                except dist.DistBackendError as error:
+                    pipe.send(str(error))
+                    if not persists:
+                        return
     members.close()
     pipe.send("closed")
 
@@ -88,13 +147,15 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
 class ElasticCrew(Crew):
     """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
     the address of a TCPStore as `store`; in seconds, `recovery`: the timeout of recover(), and
-    `patience`: of operations, where it is not that of the first group."""
+    `patience`: of operations, where it is not that of the first group; `persists`: whether they
+    call recover() again after it has failed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
         self._bits: dict[int, int] = {}  # of each process
         self._handles: dict[int, str] = {}
+        self.lives: dict[int, list[Report]] = {}  # what each process has reported
 
     def enlist(self, count: int, through: Sequence[int] = (), **environment: str) -> list[int]:
         """New processes, which join through these, or find each other in the store."""
@@ -114,12 +175,15 @@ class ElasticCrew(Crew):
 
     def settle(self, without: Sequence[int] = ()) -> float:
         """Waits until all have the sum of all. Returns when the last one had it."""
+        persists = self.options.get("persists", False)
         numbers = [number for number in self.living if number not in without]
         expected = sum(2 ** self._bits[number] for number in numbers)
         last = []
         for number in numbers:
             while True:
                 found = self.receive(number)
+                if isinstance(found, str) and persists and "elastic group" in found:
+                    continue
                 if isinstance(found, str):  # it was started
                     assert "elastic group" not in found, found
                     self._handles[number] = found
@@ -129,12 +193,22 @@ class ElasticCrew(Crew):
                 assert found.total.bit_count() == found.size
                 assert found.descriptors <= MOST_DESCRIPTORS
                 assert found.threads <= MOST_THREADS
+                self.lives.setdefault(number, []).append(found)
+                self._check_memory(self.lives[number])
                 if found.total == expected:
                     break
             last.append(found)
         assert sorted(found.rank for found in last) == list(range(len(numbers)))
         assert len({found.generation for found in last}) == 1
         return max(found.when for found in last)
+
+    @staticmethod
+    def _check_memory(life: list[Report]) -> None:
+        now = life[-1].memory
+        assert now.shared <= MOST_SHARED, life
+        for kind, most in MOST_GROWTH.items():
+            before = max(getattr(each.memory, kind) for each in life[:WARM])
+            assert getattr(now, kind) <= before + most, (kind, len(life), before, now)
 
     def close(self, number: int) -> None:
         self.send(number, "close")
@@ -145,7 +219,8 @@ class ElasticCrew(Crew):
 
 def walk(seed: int, steps: int, most: int, **options: Any) -> None:
     """Kills, starts and closes processes, several at once; all that live find each other. With
-    patience: also stops them, so that the others continue without."""
+    patience: also stops them, so that the others continue without. A process that lives long shows
+    what each group leaves behind."""
     chance = random.Random(seed)
     kinds = ["kill", "kill", "start", "start", "both", "close"]
     if "patience" in options:
@@ -153,10 +228,15 @@ def walk(seed: int, steps: int, most: int, **options: Any) -> None:
     with ElasticCrew(**options) as crew:
         crew.enlist(1)
         crew.settle()
-        for _ in range(steps):
+        spared: list[int] = []
+        for step in range(steps):
             living = crew.living
-            victims = chance.sample(living, chance.randint(1, min(2, len(living) - 1) or 1))
-            kind = "start" if len(living) == 1 else chance.choice(kinds)
+            if step % SPARED == 0:
+                spared = living[-1:] if step % (2 * SPARED) else []
+            mortal = [number for number in living if number not in spared]
+            most_victims = min(2, len(mortal), len(living) - 1)
+            victims = chance.sample(mortal, chance.randint(1, most_victims)) if most_victims else []
+            kind = chance.choice(kinds) if victims else "start"
             survivors = [n for n in living if kind == "start" or n not in victims]
             if kind in ("start", "both") and len(survivors) < most:
                 through = chance.sample(survivors, min(2, len(survivors)))

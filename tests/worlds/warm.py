@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -95,6 +96,8 @@ def start(
     also what comes after the handlers of atexit, for tests of how processes end. preload: modules
     that it finds imported, as OPTIMIZERS for programs that train."""
     files = [os.memfd_create(name) for name in ("out", "error")]
+    for fd in files:  # else processes that share it may overwrite what another has just written
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     status, theirs = os.pipe()
     request = pickle.dumps(
         {

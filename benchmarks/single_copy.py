@@ -28,14 +28,16 @@ SIZES = "64K,128K,256K,512K,1M,2M,4M,16M"
 BYTES_OF_TURN = 32 << 20
 
 
-def call(operation: str, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Makes one call; `tensor` is what a rank sends, and `parts` are of its size together."""
+def call(
+    operation: str, tensor: torch.Tensor, parts: list[torch.Tensor], wholes: list[torch.Tensor]
+) -> None:
+    """Makes one call. A rank sends `tensor`; `parts` are of its size together, `wholes` each."""
     if operation == "all_reduce":
         dist.all_reduce(tensor)
     elif operation == "reduce_scatter":
         dist.reduce_scatter(parts[dist.get_rank()], list(tensor.chunk(len(parts))))
     elif operation == "all_gather":
-        dist.all_gather([torch.empty_like(tensor) for _ in parts], tensor)
+        dist.all_gather(wholes, tensor)
     elif operation == "broadcast":
         dist.broadcast(tensor, 0)
     else:
@@ -60,12 +62,13 @@ def serve(pipe: Connection, rank: int, ranks: int, port: int, use: str, huge_pag
             return
         tensor = torch.ones(nbytes // 4 // ranks * ranks)
         parts = list(torch.empty_like(tensor).chunk(ranks))
+        wholes = [torch.zeros_like(tensor) for _ in parts]
         times = []
         for index in range(max(4, min(100, BYTES_OF_TURN // nbytes))):
             tensor.fill_(1)
             dist.barrier()
             began = time.perf_counter()
-            call(operation, tensor, parts)
+            call(operation, tensor, parts, wholes)
             if index:
                 times.append(time.perf_counter() - began)
         pipe.send(median(times) * 1e6)

@@ -27,11 +27,9 @@ struct Before {
   bool isAsking = false;  // the call is large enough on this rank
   Choice known = Choice::kUnknown;
   bool hasScratch = false;
-  uint64_t bytes = 0;  // of its tensors
 };
 
-constexpr int kRounds = 6, kRoundsOfLarge = 4;
-constexpr size_t kLarge = 4 * 1024 * 1024;
+constexpr int kRounds = 6;
 
 // ... and this after it: the microseconds of each round. They fit into its arrival.
 struct Times {
@@ -96,14 +94,12 @@ Task shmMeasure(ShmGroup group, const Call& call) {
   std::unique_ptr<char[]> scratch;
   const Call trial = trialOf(call, arena.ranks(), &scratch);
   before.hasScratch = scratch != nullptr;
-  before.bytes = totalBytes(trial.in) + totalBytes(trial.out);
   MYCOLL_CO_RETURN_IF_ERROR(co_await exchange(group, before));
-  bool isKnown = true, haveScratch = true, isLarge = false;
+  bool isKnown = true, haveScratch = true;
   Choice choice = Choice::kDirect;  // unless a rank has found the other
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     const auto theirs = valueOf<Before>(arena, rank);
     haveScratch &= theirs.hasScratch;
-    isLarge |= theirs.bytes >= kLarge;
     if (!theirs.isAsking) continue;
     isKnown &= theirs.known != Choice::kUnknown;
     if (theirs.known == Choice::kStaged) choice = Choice::kStaged;
@@ -113,9 +109,8 @@ Task shmMeasure(ShmGroup group, const Call& call) {
     co_return Status();
   }
 
-  const int rounds = isLarge ? kRoundsOfLarge : kRounds;
   Times mine;
-  for (int round = -1; round < rounds; ++round) {  // the first waits for pages, and fills caches
+  for (int round = -1; round < kRounds; ++round) {  // the first waits for pages, and fills caches
     for (const Choice way : {Choice::kStaged, Choice::kDirect}) {
       writeSources(trial);
       MYCOLL_CO_RETURN_IF_ERROR(co_await shmBarrier(group));
@@ -132,12 +127,12 @@ Task shmMeasure(ShmGroup group, const Call& call) {
   Times slowest;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     const auto theirs = valueOf<Times>(arena, rank);
-    for (int round = 0; round < rounds; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
       slowest.staged[round] = std::max(slowest.staged[round], theirs.staged[round]);
       slowest.direct[round] = std::max(slowest.direct[round], theirs.direct[round]);
     }
   }
-  const SingleCopy::Measured result = SingleCopy::judge(slowest.staged, slowest.direct, rounds);
+  const SingleCopy::Measured result = SingleCopy::judge(slowest.staged, slowest.direct, kRounds);
   MYCOLL_LOG_DEBUG("%s: staged %.1f us, single copy %.1f us", group.signature.describe().c_str(),
                    result.stagedMicros, result.directMicros);
   if (asked) {

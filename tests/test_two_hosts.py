@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import mycoll
 import pytest
@@ -290,9 +292,14 @@ def test_shm_between_hosts_is_refused(fresh, backend, hosts):
         assert "shm" in text or "shared memory" in text, text
 
 
-def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
-    """The network between the hosts fails. When it is back, new processes join."""
-    crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=8.0)
+@contextlib.contextmanager
+def cut_off(
+    hosts: tuple[str, str], **options: Any
+) -> Iterator[tuple[ElasticCrew, list[int], dict[str, str]]]:
+    """Yields an elastic group that continued with three ranks on one host when the network failed,
+    the two ranks of the other host that could not, and the environment of that host. The network
+    is back."""
+    crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, **options)
     common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
     env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
     try:
@@ -309,36 +316,24 @@ def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
             for each in others:  # either may lead, and either may fail first
                 assert "at least 3 processes" in crew.error(each)
             ip("-n", hosts[0], "link", "set", "veth0", "up")
-            crew.kill(others)
-            crew.enlist(2, through=[1], **env[1])
-            crew.settle()
+            yield crew, others, env[1]
     finally:
         ip("-n", hosts[0], "link", "set", "veth0", "up")
+
+
+def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
+    """The network between the hosts fails. When it is back, new processes join."""
+    with cut_off(hosts, recovery=8.0) as (crew, others, env):
+        crew.kill(others)
+        crew.enlist(2, through=[1], **env)
+        crew.settle()
 
 
 def test_ranks_that_were_cut_off_come_back_by_themselves(mycoll_only, hosts):
     """The network between the hosts fails for longer than a recover() lasts. When it is back, the
     next recover() finds the others."""
-    crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=4.0, persists=True)
-    common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
-    env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
-    try:
-        with crew:
-            crew.enlist(1, **env[0])
-            crew.settle()
-            crew.options["min_ranks"] = 3
-            crew.enlist(2, through=[0], **env[0])
-            crew.settle()
-            others = crew.enlist(2, through=[1], **env[1])
-            crew.settle()
-            ip("-n", hosts[0], "link", "set", "veth0", "down")
-            crew.settle(without=others)
-            for each in others:
-                assert "at least 3 processes" in crew.error(each)
-            ip("-n", hosts[0], "link", "set", "veth0", "up")
-            crew.settle()
-    finally:
-        ip("-n", hosts[0], "link", "set", "veth0", "up")
+    with cut_off(hosts, recovery=4.0, persists=True) as (crew, _, _):
+        crew.settle()
 
 
 def admits_when_told(pipe: Connection) -> None:

@@ -46,7 +46,7 @@ Task shmArrive(ShmGroup group, size_t blobBytes, uint64_t rounds = 0, bool isOff
 
 // Prepares what the offers need, and begins the call again.
 Task shmAgain(ShmGroup group, const Call& call, PeerMemory::News news);
-// Makes the call both ways, with outputs of its own, and chooses the faster one for this kind and
+// Makes the call both ways, on scratch memory, and chooses the faster one for this kind and
 // size of call: the same on all ranks.
 Task shmMeasure(ShmGroup group, const Call& call);
 

@@ -1,7 +1,7 @@
 // Which way the ranks take for calls of one kind and size: staging, or SingleCopy. They make the
 // call that asks for it several times in both ways, alternately, on scratch memory:
 //
-//   each     arrive: which results it has already, whether it has memory for the outputs
+//   each     arrive: which results it has already, whether it has scratch memory
 //            the call by staging, the call by single copy, and again
 //            arrive: the times
 //   all      compare the slowest rank's times

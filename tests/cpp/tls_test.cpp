@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/sha256.h"
 #include "processes.h"
 #include "test.h"
 
@@ -344,6 +345,111 @@ TEST(Tls, theKeyIsChangedNowAndThen) {
     ASSERT(got == "word");
   }
   EXPECT_EQ(changes, size_t{10});
+}
+
+// OpenSSL's own records on the other end of a TlsSocket.
+class OpenSslPeer {
+ public:
+  OpenSslPeer(int socket, bool isConnector, bool isAesFirst) {
+    ASSERT_OK(openssl::Library::load(&library_));
+    openssl::Context* const context = library_->SSL_CTX_new(library_->TLS_method());
+    library_->SSL_CTX_ctrl(context, openssl::kSetMinVersion, openssl::kTls13, nullptr);
+    library_->SSL_CTX_set_ciphersuites(
+        context, isAesFirst ? "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"
+                            : "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256");
+    library_->SSL_CTX_set_num_tickets(context, 0);
+    library_->SSL_CTX_set_psk_client_callback(
+        context, [](openssl::Ssl*, const char*, char* identity, unsigned, unsigned char* key,
+                    unsigned) { return std::strcpy(identity, kIdentity), keyTo(key); });
+    library_->SSL_CTX_set_psk_server_callback(
+        context,
+        [](openssl::Ssl*, const char*, unsigned char* key, unsigned) { return keyTo(key); });
+    ssl_ = library_->SSL_new(context);
+    library_->SSL_CTX_free(context);
+    call<int(openssl::Ssl*, int)>("SSL_set_fd")(ssl_, socket);
+    if (isConnector) {
+      library_->SSL_set_connect_state(ssl_);
+    } else {
+      library_->SSL_set_accept_state(ssl_);
+      library_->SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>("peer"), 4);
+    }
+  }
+  ~OpenSslPeer() { library_->SSL_free(ssl_); }
+
+  bool shakeHands() { return library_->SSL_do_handshake(ssl_) == 1; }
+  void write(const std::string& text) {
+    const auto function = call<int(openssl::Ssl*, const void*, int)>("SSL_write");
+    ASSERT(function(ssl_, text.data(), static_cast<int>(text.size())) ==
+           static_cast<int>(text.size()));
+  }
+  std::string read() {
+    const auto function = call<int(openssl::Ssl*, void*, int)>("SSL_read");
+    std::string text(1 << 14, '\0');
+    const int got = function(ssl_, text.data(), static_cast<int>(text.size()));
+    text.resize(got > 0 ? static_cast<size_t>(got) : 0);
+    return text;
+  }
+  void changeKey() { ASSERT(call<int(openssl::Ssl*, int)>("SSL_key_update")(ssl_, 0) == 1); }
+
+ private:
+  static constexpr char kIdentity[] = "mycoll tls 1.3 psk v1";
+  static unsigned keyTo(unsigned char* key) {
+    const Digest digest = hmacSha256(kSecret, kIdentity);
+    std::memcpy(key, digest.data(), digest.size());
+    return static_cast<unsigned>(digest.size());
+  }
+  template <typename Function>
+  static Function* call(const char* name) {
+    return reinterpret_cast<Function*>(dlsym(dlopen("libssl.so", RTLD_NOW), name));
+  }
+
+  const openssl::Library* library_ = nullptr;
+  openssl::Ssl* ssl_ = nullptr;
+};
+
+TEST(Tls, openSslReadsAndWritesTheSameRecords) {
+  std::mt19937 random(11);
+  for (const int round : {0, 1, 2, 3}) {
+    const bool isAes = round % 2 == 0, isConnector = round < 2;
+    Fd socket, peerSocket;
+    makePair(&socket, &peerSocket);
+    std::shared_ptr<const Tls> tls;
+    ASSERT_OK(Tls::make(kSecret, &tls, /*recordsPerKey=*/7, isAes));
+    TlsSocket end(tls, socket.get(), isConnector);
+    OpenSslPeer peer(peerSocket.get(), !isConnector, isAes);
+    bool isOpen = false;
+    for (int turn = 0; turn < 10; ++turn) {
+      isOpen = end.shakeHands() == TlsSocket::State::kOpen;
+      isOpen &= peer.shakeHands();
+    }
+    ASSERT(isOpen);
+    EXPECT_EQ(tls->describe(),
+              isAes ? "TLS 1.3 PSK, AES-128-GCM" : "TLS 1.3 PSK, ChaCha20-Poly1305");
+    for (int message = 0; message < 200; ++message) {
+      std::string text(1 + (message % 4 == 0 ? random() % 60'000 : random() % 40), '\0');
+      for (char& byte : text) byte = static_cast<char>(random());
+      // Several parts, also empty ones.
+      const size_t first = random() % (text.size() + 1);
+      const Span parts[3] = {{text.data(), first},
+                             {text.data() + first, 0},
+                             {text.data() + first, text.size() - first}};
+      ASSERT(end.write(parts, 3) == static_cast<ssize_t>(text.size()));
+      std::string got;
+      while (got.size() < text.size()) got += peer.read();
+      EXPECT(got == text);
+      if (message % 5 == 0) peer.changeKey();
+      peer.write(text);
+      got.clear();
+      while (got.size() < text.size()) {
+        std::string part(1 + random() % 50'000, '\0');
+        end.onEvent(false);
+        const ssize_t bytes = end.read(part.data(), part.size());
+        ASSERT(bytes >= 0);
+        got += part.substr(0, static_cast<size_t>(bytes));
+      }
+      EXPECT(got == text);
+    }
+  }
 }
 
 TEST(Tls, theEndOfTheStreamIsReported) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -20,13 +21,17 @@ namespace {
 
 constexpr char kIdentity[] = "mycoll tls 1.3 psk v1";
 constexpr const char* kAes = "TLS_AES_128_GCM_SHA256";
+// In the lines of a key log (RFC 9850), before the client's random number and the secret.
+constexpr std::string_view kSecretLabels[] = {"CLIENT_TRAFFIC_SECRET_0 ",
+                                              "SERVER_TRAFFIC_SECRET_0 "};
+constexpr char kKeyUpdate[] = {24, 0, 0, 1, 0};  // which requests none (RFC 8446, section 4.6.3)
 constexpr const char* kAesFirst = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr const char* kChaChaFirst = "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
-// The largest content of a record.
-constexpr size_t kRecordBytes = 16 * 1024;
-// The bytes that are encrypted before they are sent, and read with one call.
-constexpr size_t kBatchBytes = 8 * kRecordBytes;
-constexpr size_t kReadBytes = 8 * (kRecordBytes + 256);
+// The bytes that are encrypted before they are sent, and read with one call; short records, also
+// many of them, are read with a smaller buffer.
+constexpr size_t kBatchBytes = 8 * RecordCipher::kMaxContent;
+constexpr size_t kReadBytes = 8 * RecordCipher::kMaxRecord;
+constexpr size_t kShortReadBytes = 4 * 1024;
 
 // For what OpenSSL calls: it is loaded then.
 const openssl::Library& loaded() {
@@ -72,8 +77,7 @@ Status Tls::begin(bool isAesFirst) {
       library.SSL_CTX_set_num_tickets(context_, 0) != 1) {
     return failure("OpenSSL refuses TLS 1.3 on this host");
   }
-  library.SSL_CTX_ctrl(context_, openssl::kSetReadAhead, 1, nullptr);
-  library.SSL_CTX_set_default_read_buffer_len(context_, kReadBytes);
+  library.SSL_CTX_set_keylog_callback(context_, &keepSecret);
   // With a key, neither side has a certificate, so one that is shown is refused.
   library.SSL_CTX_set_verify(context_, openssl::kVerifyPeer | openssl::kFailIfNoPeerCertificate,
                              nullptr);
@@ -152,9 +156,24 @@ unsigned Tls::clientKey(openssl::Ssl* ssl, const char*, char* identity, unsigned
 unsigned Tls::serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
                         unsigned keyRoom) {
   if (keyRoom < kKeyBytes || std::strcmp(identity, kIdentity) != 0) return 0;
-  const auto* const tls = static_cast<const Tls*>(loaded().SSL_get_ex_data(ssl, 0));
-  std::memcpy(key, tls->key_.data(), kKeyBytes);
+  const auto* const socket = static_cast<const TlsSocket*>(loaded().SSL_get_ex_data(ssl, 0));
+  std::memcpy(key, socket->tls_->key_.data(), kKeyBytes);
   return kKeyBytes;
+}
+
+void Tls::keepSecret(const openssl::Ssl* ssl, const char* line) {
+  auto* const socket = static_cast<TlsSocket*>(loaded().SSL_get_ex_data(ssl, 0));
+  for (const int side : {0, 1}) {
+    if (std::string_view(line).substr(0, kSecretLabels[side].size()) != kSecretLabels[side])
+      continue;
+    const char* digits = std::strrchr(line, ' ') + 1;
+    Digest& secret = socket->secrets_[side].emplace();
+    if (std::strlen(digits) != 2 * secret.size()) return socket->secrets_[side].reset();
+    for (uint8_t& byte : secret) {
+      byte = static_cast<uint8_t>(std::strtoul(std::string(digits, 2).c_str(), nullptr, 16));
+      digits += 2;
+    }
+  }
 }
 
 // ---- TlsSocket ---------------------------------------------------------------------------------
@@ -172,7 +191,7 @@ openssl::BioMethod* TlsSocket::bioMethod(const openssl::Library& library) {
 }
 
 TlsSocket::TlsSocket(std::shared_ptr<const Tls> tls, int socket, bool isConnector)
-    : tls_(std::move(tls)), library_(*tls_->library_), socket_(socket) {
+    : tls_(std::move(tls)), library_(*tls_->library_), socket_(socket), isConnector_(isConnector) {
   ssl_ = library_.SSL_new(tls_->context_);
   openssl::Bio* const bio = ssl_ ? library_.BIO_new(bioMethod(library_)) : nullptr;
   if (!bio) {
@@ -182,7 +201,7 @@ TlsSocket::TlsSocket(std::shared_ptr<const Tls> tls, int socket, bool isConnecto
   library_.BIO_set_data(bio, this);
   library_.BIO_set_init(bio, 1);
   library_.SSL_set_bio(ssl_, bio, bio);  // which owns it now
-  library_.SSL_set_ex_data(ssl_, 0, const_cast<Tls*>(tls_.get()));
+  library_.SSL_set_ex_data(ssl_, 0, this);
   if (isConnector) {
     library_.SSL_set_connect_state(ssl_);
   } else {
@@ -201,15 +220,7 @@ TlsSocket::State TlsSocket::shakeHands() {
   library_.ERR_clear_error();
   const int result = library_.SSL_do_handshake(ssl_);
   const bool isSent = flush();
-  if (result == 1 && isSent) {
-    // A peer that shows a certificate instead of the key has not proved its identity.
-    const bool isProved = tls_->key_.empty() || library_.SSL_session_reused(ssl_) == 1;
-    if (!isProved) failure_ = "it has not proved that it knows the key";
-    const openssl::Cipher* const cipher = library_.SSL_get_current_cipher(ssl_);
-    const bool isAes = std::strcmp(library_.SSL_CIPHER_get_name(cipher), kAes) == 0;
-    tls_->cipher_.store(isAes ? "AES-128-GCM" : "ChaCha20-Poly1305", std::memory_order_relaxed);
-    return state_ = isProved ? State::kOpen : State::kFailed;
-  }
+  if (result == 1 && isSent) return state_ = finishHandshake() ? State::kOpen : State::kFailed;
   const bool isWaiting = !isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead;
   if (isWaiting && error_ == 0) return state_;
   const char* reason = library_.ERR_reason_error_string(library_.ERR_peek_error());
@@ -218,57 +229,83 @@ TlsSocket::State TlsSocket::shakeHands() {
   return state_ = State::kFailed;
 }
 
+bool TlsSocket::finishHandshake() {
+  // A peer that shows a certificate instead of the key has not proved its identity.
+  if (!tls_->key_.empty() && library_.SSL_session_reused(ssl_) != 1) {
+    failure_ = "it has not proved that it knows the key";
+    return false;
+  }
+  // Without read-ahead, OpenSSL has taken nothing of the records that follow.
+  if (!secrets_[0] || !secrets_[1] || library_.SSL_has_pending(ssl_) != 0) {
+    failure_ = "TLS: this OpenSSL does not give the keys of its handshake";
+    return false;
+  }
+  const openssl::Cipher* const cipher = library_.SSL_get_current_cipher(ssl_);
+  const bool isAes = std::strcmp(library_.SSL_CIPHER_get_name(cipher), kAes) == 0;
+  tls_->cipher_.store(isAes ? "AES-128-GCM" : "ChaCha20-Poly1305", std::memory_order_relaxed);
+  sealer_.emplace(library_, isAes, /*isSealing=*/true, *secrets_[isConnector_ ? 0 : 1]);
+  opener_.emplace(library_, isAes, /*isSealing=*/false, *secrets_[isConnector_ ? 1 : 0]);
+  for (std::optional<Digest>& secret : secrets_) explicit_bzero(&*secret, sizeof(*secret));
+  library_.SSL_free(std::exchange(ssl_, nullptr));
+  onEvent(false);
+  return true;
+}
+
+void TlsSocket::Buffer::makeRoom(size_t bytes) {
+  const size_t waiting = end - begin;
+  if (bytes > room) {
+    std::unique_ptr<char[]> larger(new char[bytes]);
+    if (waiting > 0) std::memcpy(larger.get(), data.get() + begin, waiting);
+    data = std::move(larger);
+    room = bytes;
+  } else if (begin > 0) {
+    std::memmove(data.get(), data.get() + begin, waiting);
+  }
+  begin = 0;
+  end = waiting;
+}
+
 // Returns false if there are bytes left, as the socket has no room or is broken.
 bool TlsSocket::flush() {
-  while (begin_ < out_.size()) {
-    const ssize_t sent =
-        ::send(socket_, out_.data() + begin_, out_.size() - begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+  while (out_.begin < out_.end) {
+    const ssize_t sent = ::send(socket_, out_.data.get() + out_.begin, out_.end - out_.begin,
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) {
-      begin_ += static_cast<size_t>(sent);
+      out_.begin += static_cast<size_t>(sent);
     } else if (errno != EINTR) {
       if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) error_ = errno;
       return false;
     }
   }
-  out_.clear();
-  begin_ = 0;
   return true;
 }
 
 ssize_t TlsSocket::write(const Span* parts, int count) {
+  if (error_ != 0) return errno = error_, -1;
   if (!flush()) return error_ == 0 ? 0 : (errno = error_, -1);
-  library_.ERR_clear_error();
   size_t total = 0;
   for (int i = 0; i < count; ++i) total += parts[i].bytes;
-  size_t taken = std::exchange(isHeldBack_, false) ? 1 : 0;
   const size_t end = std::min(total, kBatchBytes);
-  size_t before = 0;  // bytes of the parts before this one
-  for (int part = 0; taken < end;) {
-    while (taken - before >= parts[part].bytes) before += parts[part++].bytes;
-    const char* content = parts[part].begin() + (taken - before);
-    const size_t bytes = std::min(kRecordBytes, total - taken);
-    const size_t first = std::min(bytes, parts[part].bytes - (taken - before));
-    if (first < bytes) {
-      if (!gathered_) gathered_.reset(new char[kRecordBytes]);
-      std::memcpy(gathered_.get(), content, first);
-      size_t filled = first;
-      for (int next = part + 1; filled < bytes && next < count; ++next) {
-        const size_t more = std::min(bytes - filled, parts[next].bytes);
-        std::memcpy(gathered_.get() + filled, parts[next].begin(), more);
-        filled += more;
-      }
-      content = gathered_.get();
-    }
+  size_t taken = isHeldBack_ ? 1 : 0;
+  // One more record may be cut short, and one may change the key.
+  const size_t most = (end - taken) / RecordCipher::kMaxContent + 2;
+  out_.makeRoom(end + most * RecordCipher::kOverhead + sizeof(kKeyUpdate));
+  isHeldBack_ = false;
+  char* sealed = out_.data.get();
+  while (taken < end && sealed) {
     if (++records_ == tls_->recordsPerKey_) {
       records_ = 0;
-      library_.SSL_key_update(ssl_, openssl::kKeyUpdateNotRequested);
+      const Span update{const_cast<char*>(kKeyUpdate), sizeof(kKeyUpdate)};
+      sealed = sealer_->seal(RecordCipher::kHandshake, &update, 0, sizeof(kKeyUpdate), sealed);
+      if (!sealed) break;
+      sealer_->changeKey();
     }
-    if (library_.SSL_write(ssl_, content, static_cast<int>(bytes)) != static_cast<int>(bytes)) {
-      errno = EBADMSG;  // after a failure of read()
-      return -1;
-    }
+    const size_t bytes = std::min(RecordCipher::kMaxContent, end - taken);
+    sealed = sealer_->seal(RecordCipher::kData, parts, taken, bytes, sealed);
     taken += bytes;
   }
+  if (!sealed) return errno = error_ = EBADMSG, -1;
+  out_.end = static_cast<size_t>(sealed - out_.data.get());
   if (flush()) return static_cast<ssize_t>(taken);
   if (error_ != 0) return errno = error_, -1;
   isHeldBack_ = true;
@@ -277,33 +314,82 @@ ssize_t TlsSocket::write(const Span* parts, int count) {
 
 ssize_t TlsSocket::read(void* data, size_t bytes) {
   size_t done = 0;
-  library_.ERR_clear_error();
   while (done < bytes && hasMore_) {
-    const size_t most = std::min(bytes - done, kRecordBytes);
-    const int got =
-        library_.SSL_read(ssl_, static_cast<char*>(data) + done, static_cast<int>(most));
-    if (got > 0) {
-      done += static_cast<size_t>(got);
-    } else if (library_.SSL_get_error(ssl_, got) == openssl::kErrorWantRead) {
-      hasMore_ = false;
-    } else {
+    char* const into = static_cast<char*>(data) + done;
+    if (!content_.empty()) {
+      const size_t taken = content_.copy(into, bytes - done);
+      content_.remove_prefix(taken);
+      done += taken;
+    } else if (const ssize_t opened = openRecord(into, bytes - done); opened >= 0) {
+      done += static_cast<size_t>(opened);
+    } else if (isAtEnd_ || error_ != 0) {
       if (done > 0) break;  // the next call reports it
-      errno = isAtEnd_ ? 0 : error_ != 0 ? error_ : EBADMSG;
+      errno = error_;
       return -1;
+    } else {
+      hasMore_ = false;
     }
   }
   return static_cast<ssize_t>(done);
 }
 
+ssize_t TlsSocket::openRecord(char* data, size_t bytes) {
+  size_t record = 0;
+  for (;;) {
+    if (error_ != 0) return -1;
+    const size_t there = in_.end - in_.begin;
+    record = RecordCipher::sizeOf(in_.data.get() + in_.begin, there);
+    if (record == RecordCipher::kTooLong) return error_ = EBADMSG, -1;
+    if (record != 0 && record <= there) break;
+    in_.makeRoom(record <= kShortReadBytes ? kShortReadBytes : kReadBytes);
+    const ssize_t got = receive(in_.data.get() + in_.end, in_.room - in_.end);
+    if (got <= 0) return -1;
+    in_.end += static_cast<size_t>(got);
+  }
+  char* const begin = in_.data.get() + in_.begin;
+  in_.begin += record;
+  const size_t contentBytes = record - RecordCipher::kOverhead;
+  char* const content = contentBytes <= bytes ? data : begin + RecordCipher::kHeaderBytes;
+  const RecordCipher::Type type = opener_->open(begin, record, content);
+  if (type == RecordCipher::kData) {
+    if (content == data) return static_cast<ssize_t>(contentBytes);
+    content_ = {content, contentBytes};
+    return 0;
+  }
+  const bool isKeyUpdate = type == RecordCipher::kHandshake && contentBytes == sizeof(kKeyUpdate) &&
+                           std::memcmp(content, kKeyUpdate, sizeof(kKeyUpdate)) == 0;
+  if (!isKeyUpdate) return error_ = EBADMSG, -1;
+  opener_->changeKey();
+  return 0;
+}
+
+// As recv(), but remembers what it finds: 0 and -1 with isAtEnd_ or error_, else there is nothing.
+ssize_t TlsSocket::receive(char* data, size_t bytes) {
+  while (isReadable_) {
+    const ssize_t got = recv(socket_, data, bytes, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) break;
+    if (got < 0) error_ = errno;
+    if (got == 0) isAtEnd_ = true;
+    // The next byte raises a new event.
+    if (got > 0 && static_cast<size_t>(got) < bytes && !isClosed_) isReadable_ = false;
+    return got;
+  }
+  isReadable_ = false;
+  return -1;
+}
+
 // ---- what OpenSSL calls
 
 int TlsSocket::sendCallback(openssl::Bio* bio, const char* data, int bytes) {
-  auto* const self = static_cast<TlsSocket*>(loaded().BIO_get_data(bio));
+  Buffer& out = static_cast<TlsSocket*>(loaded().BIO_get_data(bio))->out_;
   try {
-    self->out_.append(data, static_cast<size_t>(bytes));
+    out.makeRoom(out.end - out.begin + static_cast<size_t>(bytes));
   } catch (const std::bad_alloc&) {
     return -1;
   }
+  std::memcpy(out.data.get() + out.end, data, static_cast<size_t>(bytes));
+  out.end += static_cast<size_t>(bytes);
   return bytes;
 }
 
@@ -311,19 +397,9 @@ int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
   const openssl::Library& library = loaded();
   auto* const self = static_cast<TlsSocket*>(library.BIO_get_data(bio));
   library.BIO_clear_flags(bio, openssl::kBioRetryFlags);
-  while (self->isReadable_) {
-    const ssize_t got = recv(self->socket_, data, static_cast<size_t>(bytes), MSG_DONTWAIT);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && errno == EAGAIN) break;
-    if (got < 0) self->error_ = errno;
-    if (got == 0) self->isAtEnd_ = true;
-    // The next byte raises a new event.
-    if (got > 0 && got < bytes && !self->isClosed_) self->isReadable_ = false;
-    return static_cast<int>(got);
-  }
-  self->isReadable_ = false;
-  library.BIO_set_flags(bio, openssl::kBioRetryRead);
-  return -1;
+  const ssize_t got = self->receive(data, static_cast<size_t>(bytes));
+  if (got < 0 && self->error_ == 0) library.BIO_set_flags(bio, openssl::kBioRetryRead);
+  return static_cast<int>(got);
 }
 
 long TlsSocket::controlCallback(openssl::Bio*, int command, long, void*) {

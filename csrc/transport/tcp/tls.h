@@ -3,7 +3,8 @@
 //
 // A process has one Tls, and each encrypted socket a TlsSocket. Both sides first complete TLS's own
 // handshake, in which they prove that they have the same key, or certificates of the same
-// authority. Then the handshake of handshake.h follows, encrypted, and then the frames.
+// authority. Then the handshake of handshake.h follows, encrypted, and then the frames. OpenSSL
+// does the handshake, tls_records.h the records that follow it.
 //
 // Thread contract: Tls is constant, but for describe(). A TlsSocket is used under the mesh's I/O
 // lock. Nothing blocks.
@@ -15,13 +16,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/env.h"
+#include "base/sha256.h"
 #include "base/status.h"
 #include "base/types.h"
 #include "transport/tcp/link.h"
 #include "transport/tcp/openssl.h"
+#include "transport/tcp/tls_records.h"
 
 namespace mycoll {
 
@@ -58,6 +63,7 @@ class Tls {
                             unsigned char* key, unsigned keyRoom);
   static unsigned serverKey(openssl::Ssl* ssl, const char* identity, unsigned char* key,
                             unsigned keyRoom);
+  static void keepSecret(const openssl::Ssl* ssl, const char* line);
 
   const openssl::Library* library_ = nullptr;
   openssl::Context* context_ = nullptr;
@@ -81,8 +87,8 @@ class TlsSocket {
   // kFailed: the reason; empty if the connection was closed.
   const std::string& failure() const { return failure_; }
 
-  // If this takes a part of a frame, the rest of that frame follows in the next calls: what is
-  // encrypted cannot be withdrawn.
+  // Both only if open. If this takes a part of a frame, the rest of that frame follows in the next
+  // calls: what is encrypted cannot be withdrawn.
   ssize_t write(const Span* parts, int count);
   // -1 with errno EBADMSG: what arrived is not what the peer has sent.
   ssize_t read(void* data, size_t bytes);
@@ -93,34 +99,55 @@ class TlsSocket {
   }
 
  private:
+  friend class Tls;
+
+  // The bytes [begin, end) wait to be sent, or to be opened.
+  struct Buffer {
+    // For this many bytes in all, of which those that wait are the first.
+    void makeRoom(size_t bytes);
+
+    std::unique_ptr<char[]> data;
+    size_t room = 0, begin = 0, end = 0;
+  };
+
   static int sendCallback(openssl::Bio* bio, const char* data, int bytes);
   static int receiveCallback(openssl::Bio* bio, char* data, int bytes);
   static long controlCallback(openssl::Bio* bio, int command, long, void*);
   static openssl::BioMethod* bioMethod(const openssl::Library& library);
+  bool finishHandshake();
   bool flush();
+  ssize_t receive(char* data, size_t bytes);
+  // Opens the next record. Its content goes to `data` if there is room for it, else to content_.
+  // Returns the bytes written to `data`; or -1: there is no record yet, or error_ is set.
+  ssize_t openRecord(char* data, size_t bytes);
 
   const std::shared_ptr<const Tls> tls_;
   const openssl::Library& library_;
   const int socket_;
-  openssl::Ssl* ssl_ = nullptr;
+  const bool isConnector_;
   State state_ = State::kShakingHands;
   std::string failure_;
+  // Until the handshake is over, and the secrets of the client's and of the server's records.
+  openssl::Ssl* ssl_ = nullptr;
+  std::optional<Digest> secrets_[2];
+  // errno of a failure of the socket, or EBADMSG: what arrived is not what the peer has sent.
+  int error_ = 0;
 
   // Receiving.
-  bool hasMore_ = true;     // read() may find a record
+  std::optional<RecordCipher> opener_;
+  Buffer in_;
+  std::string_view content_;  // the rest of the record before in_.begin
+  bool hasMore_ = true;       // read() may find a record
   bool isReadable_ = true;  // recv() may find bytes; cleared by one that found less than asked for
   bool isClosed_ = false;   // the bytes there are followed by the end of the stream
   bool isAtEnd_ = false;    // recv() has found the end of the stream
-  int error_ = 0;           // errno of a failed recv()
 
-  // Sending. Records that the socket had no room for are in out_, from begin_ on. The last byte of
-  // what they contain is held back: write() has not reported that it took it, so that the caller
-  // comes again.
-  std::string out_;
-  size_t begin_ = 0;
+  // Sending. If the socket has no room for all records, the last byte of what they contain is held
+  // back: write() has not reported that it took it, so that the caller comes again.
+  std::optional<RecordCipher> sealer_;
+  Buffer out_;
   bool isHeldBack_ = false;
-  std::unique_ptr<char[]> gathered_;  // a record's content that is in several parts
-  uint64_t records_ = 0;              // since the latest change of the key
+  uint64_t records_ = 0;  // since the latest change of the key
 };
 
 class TlsSender final : public TcpSender {

@@ -499,11 +499,10 @@ bool Root::reportFailure(const Status& why) {
     return true;
   }
   giveUp(why);
-  // Ranks that are in no round find the error in the store, which this process may be serving.
+  // Ranks that are in no round find the error in the store, which this process may be serving. Those
+  // that have waited longest poll it least often.
   const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
-  if (isAwaited && !missing().empty()) {
-    std::this_thread::sleep_for(pollPause(kLookAgain) + kForward);
-  }
+  if (isAwaited && !missing().empty()) std::this_thread::sleep_for(kLongestPoll + kForward);
   return true;
 }
 

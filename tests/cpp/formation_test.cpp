@@ -429,10 +429,12 @@ TEST(Formation, aRankTwiceIsReportedToAll) {
   }
 }
 
-// A store whose reads of a key can be held up: `read` is called after each.
+// A store whose reads can be held up, or fail: `read` is called after each.
 class SlowStore final : public Store {
  public:
-  SlowStore(std::shared_ptr<Store> store, std::function<void(const std::string& key)> read)
+  using Read = std::function<Status(const std::string& key)>;
+
+  SlowStore(std::shared_ptr<Store> store, Read read)
       : store_(std::move(store)), read_(std::move(read)) {}
 
   Status set(const std::string& key, const std::string& value) override {
@@ -440,8 +442,8 @@ class SlowStore final : public Store {
   }
   Status tryGet(const std::string& key, bool* found, std::string* value) override {
     const Status status = store_->tryGet(key, found, value);
-    read_(key);
-    return status;
+    const Status after = read_(key);
+    return status.ok() ? after : status;
   }
   Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
                     std::string* now) override {
@@ -450,7 +452,7 @@ class SlowStore final : public Store {
 
  private:
   const std::shared_ptr<Store> store_;
-  const std::function<void(const std::string&)> read_;
+  const Read read_;
 };
 
 Handle handleIn(Store& store, int rank) {
@@ -489,10 +491,11 @@ TEST(Formation, aRankTwiceIsReportedWhenTheFirstHasJustGivenUp) {
     waitUntil([&] { return !handleIn(*store, 1).nonce.empty(); });
     if (index == 2) {
       const auto holdUp = [&](const std::string& key) {
-        if (key != keyOf(1) || isFirstOver) return;
+        if (key != keyOf(1) || isFirstOver) return Status();
         isLooking = true;
         waitUntil([&] { return isFirstOver.load(); });
         std::this_thread::sleep_for(milliseconds(100));  // until the end of its engine is known
+        return Status();
       };
       found[2] = formAs(optionsOf(1, 3), std::make_shared<SlowStore>(store, holdUp));
     } else {
@@ -594,6 +597,41 @@ TEST(Formation, settingsThatDifferAreRefused) {
     ASSERT_OK(Handle::decode(text, &last));
     EXPECT(last.why.find("MYCOLL_PARTIALS=rounded") != std::string::npos);
   }
+}
+
+// Rank 0 serves the store, and fails. A rank that polls as rarely as the longest waits still reads
+// why.
+TEST(Formation, rankZeroLeavesTheStoreOpenForTheOthers) {
+  std::atomic<bool> isClosed{false}, isHeldUp{false};
+  const auto store =
+      std::make_shared<SlowStore>(std::make_shared<MemoryStore>(), [&](const std::string& /*key*/) {
+        return isClosed ? Status(Code::kStore, "closed") : Status();
+      });
+  Puppet puppet(1, 3, store);
+  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
+  puppet.openReception();
+  puppet.publish();
+  std::vector<Status> found(3);
+  Threads(3, [&](int index) {
+    if (index == 1) return;
+    GroupOptions options = optionsOf(index, 3);
+    if (index == 2) {
+      // It would look at the store 500 ms after it has come, and does so 900 ms after the failure.
+      options.interrupted = [&, isOver = false]() mutable {
+        if (isOver || handleIn(*store, 0).why.empty()) return false;
+        const Deadline late = Deadline::after(milliseconds(900));
+        while (!late.expired()) std::this_thread::sleep_for(milliseconds(5));
+        // By a machine that has no time for this process.
+        isHeldUp = std::chrono::steady_clock::now() - late.when() > milliseconds(100);
+        isOver = true;
+        return false;
+      };
+    }
+    found[index] = formAs(options, store);
+    if (index == 0) isClosed = true;
+  });
+  EXPECT(says(found[0], "MYCOLL_PARTIALS=rounded"));
+  if (!isHeldUp) EXPECT(says(found[2], "MYCOLL_PARTIALS=rounded"));
 }
 
 // A rank detects that another one is lost, as a group of the two has failed, and gives up.

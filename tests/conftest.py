@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import importlib.util
 import os
 import sys
@@ -80,13 +81,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "transports(*names): those that a test runs over")
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
     config.addinivalue_line(
-        "markers", "tools: of a command or a package, and starts processes: ./dev test --tools"
+        "markers", "tools: starts programs that import torch anew, as users do: ./dev test --tools"
     )
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     if "CPP_TEST_DIR" not in os.environ and (folder := cpp_tests()):
         os.environ["CPP_TEST_DIR"] = str(folder)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PYTHON_PATHS + ([inherited] if inherited else []))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch and two thousand tests, which stay until the end
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -142,4 +142,4 @@ def inductor(ctx: Ctx) -> None:
 
 @pytest.mark.worlds(2, transports=["shm"])
 def test_inductor(world):
-    world.run(inductor)
+    world.run(inductor, deadline=180)  # it compiles C++

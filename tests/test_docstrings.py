@@ -219,6 +219,7 @@ def test_examples_run(world: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "trace").iterdir())) == 2
 
 
+@pytest.mark.tools
 def test_example_of_spawn() -> None:
     known: dict[str, Any] = {"mycoll": mycoll, "dist": dist}
     exec(examples()["spawn"], known)

@@ -58,6 +58,7 @@ def check_restarts(output: str) -> None:
     assert done == {("0", str(FAILURES)), ("1", str(FAILURES))}, output
 
 
+@pytest.mark.tools
 @pytest.mark.transports("shm")
 def test_restarts(transport):
     """One of two workers dies."""
@@ -102,6 +103,7 @@ def wait_for_port(port: int, agent: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.tools
 def test_a_node_dies(tmp_path: Path, free_port: int):
     """--nnodes=1:2: two nodes; one dies with all that runs on it, and the other goes on alone."""
     command = (

@@ -168,6 +168,7 @@ def test_misspelt_names_are_warned_about(fresh) -> None:
 NONSENSE = "%n /:"  # no value of any variable but a path
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("replace", "cpu"), [(NONSENSE, NONSENSE), ("gloo", NONSENSE), ("gloo", "gloo"), ("gloo", "")]
 )

@@ -146,6 +146,7 @@ def test_programs_of_tutorial(tmp_path: Path):
         assert words in output and words in shown
 
 
+@pytest.mark.tools
 def test_notebook():
     command = [sys.executable, str(EXAMPLES / "notebook.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)

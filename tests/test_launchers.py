@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 # A launcher says who a rank is and where the store is, not how bytes travel.
-pytestmark = pytest.mark.transports("shm")
+pytestmark = [pytest.mark.transports("shm"), pytest.mark.tools]
 
 SMOKE = str(Path(__file__).parent / "worlds" / "smoke.py")
 DEADLINE = 120

@@ -139,6 +139,7 @@ def test_without_a_launcher(tmp_path, backend):
     assert "mpirun -n 2" in done.stderr
 
 
+@pytest.mark.tools
 def test_mpirun(tmp_path, backend):
     mpirun = shutil.which("mpirun")
     if not mpirun:

@@ -124,7 +124,7 @@ def compiled(ctx: Ctx, compiler: str) -> None:
 @pytest.mark.worlds(2)
 @pytest.mark.parametrize("compiler", [BACKEND, "inductor"])
 def test_in_one_graph(world, mycoll_only, compiler):
-    world.run(compiled, compiler)
+    world.run(compiled, compiler, deadline=180)  # it compiles C++
 
 
 class Layer(torch.nn.Module):

@@ -140,6 +140,7 @@ def test_autoload_registers(fresh_site: Site) -> None:
         """)
 
 
+@pytest.mark.tools
 def test_import_first_and_again(fresh_site: Site) -> None:
     fresh_site.built().passes(
         "import mycoll, torch, importlib\n"
@@ -151,6 +152,7 @@ def test_import_first_and_again(fresh_site: Site) -> None:
     )
 
 
+@pytest.mark.tools
 def test_autoload_off(fresh_site: Site) -> None:
     code = "import {}\n" + INIT.format(backend="mycoll")
     fresh_site.built().passes(code.format("mycoll"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -629,6 +629,7 @@ def test_a_data_loader_and_a_fork(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.tools
 def test_the_background_process_of_a_checkpoint(tmp_path: Path) -> None:
     """It is started by torch, which makes a gloo group there: the variable is inherited."""
     file = tmp_path / "program.py"
@@ -878,6 +879,7 @@ for name in sorted(sys.modules):
     return done.stdout
 
 
+@pytest.mark.tools
 def test_importing_torch_changes_nothing() -> None:
     """Not set, mycoll leaves every module of torch.distributed as it is without mycoll."""
     without = snapshot(None, autoload="0")

@@ -183,12 +183,14 @@ def run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.tools
 def test_cell_with_cloudpickle():
     pytest.importorskip("cloudpickle")
     done = run("-", stdin=CELL)
     assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
 
 
+@pytest.mark.tools
 def test_cell_without_cloudpickle():
     hidden = "import sys; sys.modules['cloudpickle'] = None\n"
     done = run("-", stdin=hidden + CELL)
@@ -201,6 +203,7 @@ def test_a_dead_ranks_child_keeps_nobody(backend, quick_start):
         mycoll.spawn(rank_one_dies_and_leaves_a_child, 2, backend=backend, timeout=60)
 
 
+@pytest.mark.tools
 def test_environment_comes_before_imports(tmp_path: Path, monkeypatch, backend):
     """Torch reads some of it when it is imported, which the script does at its top."""
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -216,6 +219,7 @@ def test_environment_comes_before_imports(tmp_path: Path, monkeypatch, backend):
     assert run(str(script)).stdout.split() == ["[1]", "None"]
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
 def test_script(tmp_path: Path, guard: str):
     script = tmp_path / "script.py"

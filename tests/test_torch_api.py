@@ -112,6 +112,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.tools
 def test_breakpoint(backend, free_port):
     """Rank 0 stops in pdb and the others wait; `c` lets all go on."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}

@@ -1,7 +1,5 @@
 #include "engine/formation.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -318,7 +316,7 @@ void Forming::flush(Deadline end) {
         std::all_of(notices_.begin(), notices_.end(), isFlushed)) {
       return;
     }
-    if (!engine_->mesh()->progress()) sched_yield();
+    pause(kShortestPoll);
   }
 }
 

@@ -54,6 +54,7 @@ def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
     return found
 
 
+@pytest.mark.tools
 def test_gloo_is_replaced(tmp_path: Path) -> None:
     """Or the others would compare gloo with itself."""
     program = "import sys, torch.distributed; print('mycoll.replace' in sys.modules)"

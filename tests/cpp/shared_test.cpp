@@ -448,7 +448,7 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
     const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", use);
     for (int ranks = 2; ranks <= 4; ++ranks) {
       runWorld(ranks, Links::kShm,
-               [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 160); });
+               [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 80); });
     }
   }
 }

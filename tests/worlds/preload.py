@@ -19,3 +19,4 @@ __all__ = ["arith", "device", "pytest", "torch", "worker"]
 
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000, 20, 20)  # what ranks make on top of it is little

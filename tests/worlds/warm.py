@@ -168,6 +168,7 @@ def serve(requests: socket.socket, preload: Sequence[str]) -> dict[str, Any]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # each program would look at all of it, and so copy its pages
+    gc.set_threshold(20_000, 20, 20)
     while True:
         data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
         with contextlib.suppress(ChildProcessError):  # their times count as this process's, so

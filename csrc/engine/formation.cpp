@@ -497,8 +497,8 @@ bool Root::reportFailure(const Status& why) {
     return true;
   }
   giveUp(why);
-  // Ranks that are in no round find the error in the store, which this process may be serving. Those
-  // that have waited longest poll it least often.
+  // Ranks that are in no round find the error in the store, which this process may be serving.
+  // Those that have waited longest poll it least often.
   const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
   if (isAwaited && !missing().empty()) std::this_thread::sleep_for(kLongestPoll + kForward);
   return true;

@@ -48,6 +48,10 @@ bool isForItself(OpKind kind, size_t piece, int self) {
          piece == static_cast<size_t>(self);
 }
 
+bool contains(const SharedSpan& offered, size_t offset, size_t bytes) {
+  return offset <= offered.bytes && bytes <= offered.bytes - offset;
+}
+
 }  // namespace
 
 std::vector<SharedSpan> PeerMemory::offer(const Arena& arena, const Call& call, const Spans& pieces,
@@ -296,39 +300,30 @@ void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {
 
 // ---- reading
 
-// The offer may change at any time: each call reads it once.
-SharedSpan PeerMemory::partOf(const Arena& arena, int rank, size_t index, size_t offset,
-                              size_t bytes) {
-  error_ = 0;
-  SharedSpan part = offerOf(arena, rank, index);
-  if (offset > part.bytes || bytes > part.bytes - offset) return {};
-  part.offset += offset;
-  part.bytes = bytes;
-  return part;
-}
-
-bool PeerMemory::readProcessOf(int rank, const SharedSpan& part, void* to) {
-  if (!hasAccess()) return false;
-  error_ = readProcess(processes_[rank].pid, to, part.offset, part.bytes);
+bool PeerMemory::readProcessOf(int rank, const SharedSpan& offered, size_t offset, const Span& to) {
+  if (!hasAccess() || !contains(offered, offset, to.bytes)) return false;
+  error_ = readProcess(processes_[rank].pid, to.data, offered.offset + offset, to.bytes);
   return error_ == 0;
 }
 
 const char* PeerMemory::view(const Arena& arena, int rank, size_t index, size_t offset,
                              size_t bytes) {
-  const SharedSpan part = partOf(arena, rank, index, offset, bytes);
-  if (!part.isOfProcess()) return find(rank, part);
+  error_ = 0;
+  const SharedSpan offered = offerOf(arena, rank, index);  // it may change at any time
+  if (!offered.isOfProcess()) return find(rank, offered, offset, bytes);
   if (bytes > kViewBytes) return nullptr;
   buffers_.resize(static_cast<size_t>(arena.ranks()));
   std::unique_ptr<char[]>& buffer = buffers_[rank];
   if (!buffer) buffer = std::make_unique_for_overwrite<char[]>(kViewBytes);
-  return readProcessOf(rank, part, buffer.get()) ? buffer.get() : nullptr;
+  return readProcessOf(rank, offered, offset, {buffer.get(), bytes}) ? buffer.get() : nullptr;
 }
 
 bool PeerMemory::read(const Arena& arena, int rank, size_t index, size_t offset, const Span& to,
                       bool isStreaming) {
-  const SharedSpan part = partOf(arena, rank, index, offset, to.bytes);
-  if (part.isOfProcess()) return readProcessOf(rank, part, to.data);
-  const char* const place = find(rank, part);
+  error_ = 0;
+  const SharedSpan offered = offerOf(arena, rank, index);  // it may change at any time
+  if (offered.isOfProcess()) return readProcessOf(rank, offered, offset, to);
+  const char* const place = find(rank, offered, offset, to.bytes);
   if (place) copy(to.data, place, to.bytes, isStreaming);
   return place != nullptr;
 }
@@ -358,10 +353,14 @@ Task PeerMemory::unreadable(ShmGroup group, int rank) const {
                                         ". Set MYCOLL_SINGLE_COPY=off on all ranks");
 }
 
-const char* PeerMemory::find(int rank, const SharedSpan& part) const {
-  const auto known = known_.find({rank, part.region});
-  if (known == known_.end() || !known->second.segment) return nullptr;
-  return SharedHeap::memoryAt(*known->second.segment, part.offset, part.bytes);
+const char* PeerMemory::find(int rank, const SharedSpan& offered, size_t offset,
+                             size_t bytes) const {
+  const auto known = known_.find({rank, offered.region});
+  const bool isKnown = known != known_.end() && known->second.segment;
+  if (!isKnown || !contains(offered, offset, bytes)) return nullptr;
+  const char* const begin =
+      SharedHeap::memoryAt(*known->second.segment, offered.offset, offered.bytes);
+  return begin ? begin + offset : nullptr;
 }
 
 // Region numbers are never reused, so it does not matter when a rank forgets one.

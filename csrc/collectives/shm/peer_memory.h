@@ -150,10 +150,9 @@ class PeerMemory {
   bool offerProcess(const Arena& arena, OpKind kind, const Spans& pieces, size_t bytes,
                     std::vector<SharedSpan>* offered);
   std::vector<Name> newIn(const Arena& arena) const;
-  // A part of the rank's offer; region 0 if the offer does not contain it.
-  SharedSpan partOf(const Arena& arena, int rank, size_t index, size_t offset, size_t bytes);
-  bool readProcessOf(int rank, const SharedSpan& part, void* to);
-  const char* find(int rank, const SharedSpan& part) const;
+  // Null: the part is not in the offer, or that is not in a region that is known.
+  const char* find(int rank, const SharedSpan& offered, size_t offset, size_t bytes) const;
+  bool readProcessOf(int rank, const SharedSpan& offered, size_t offset, const Span& to);
   void forgetDropped();
   bool canRead(const PeerAddress& peer, uint64_t address, Process* process);
 

@@ -9,8 +9,6 @@
 namespace mycoll {
 namespace {
 
-constexpr size_t kTagBytes = 16;
-
 // HKDF-Expand-Label without a context (section 7.1), of which at most 32 bytes are needed.
 Digest expand(const Digest& secret, std::string_view label, size_t bytes) {
   const std::string full = "tls13 " + std::string(label);
@@ -20,7 +18,7 @@ Digest expand(const Digest& secret, std::string_view label, size_t bytes) {
 }
 
 void writeHeader(size_t contentBytes, char* header) {
-  const size_t length = contentBytes + 1 + kTagBytes;
+  const size_t length = contentBytes + 1 + RecordCipher::kTagBytes;
   header[0] = RecordCipher::kData;
   header[1] = header[2] = 3;
   header[3] = static_cast<char>(length >> 8);
@@ -32,30 +30,28 @@ void writeHeader(size_t contentBytes, char* header) {
 RecordCipher::RecordCipher(const openssl::Library& library, bool isAes, bool isSealing,
                            const Digest& secret)
     : library_(library),
-      context_(library.EVP_CIPHER_CTX_new()),
+      context_(library.EVP_CIPHER_CTX_new(), library.EVP_CIPHER_CTX_free),
       keyBytes_(isAes ? 16 : 32),
       secret_(secret) {
   const openssl::Algorithm* const algorithm =
       isAes ? library.EVP_aes_128_gcm() : library.EVP_chacha20_poly1305();
-  if (!context_ ||
-      library.EVP_CipherInit_ex(context_, algorithm, nullptr, nullptr, nullptr, isSealing) != 1) {
-    library.EVP_CIPHER_CTX_free(context_);
+  if (!context_ || library.EVP_CipherInit_ex(context_.get(), algorithm, nullptr, nullptr, nullptr,
+                                             isSealing) != 1) {
     throw std::bad_alloc();
   }
   setKey();
 }
 
-RecordCipher::~RecordCipher() {
-  library_.EVP_CIPHER_CTX_free(context_);
-  explicit_bzero(&secret_, sizeof(secret_));
-}
+RecordCipher::~RecordCipher() { explicit_bzero(&secret_, sizeof(secret_)); }
 
 void RecordCipher::setKey() {
   Digest key = expand(secret_, "key", keyBytes_);
   std::memcpy(iv_, expand(secret_, "iv", sizeof(iv_)).data(), sizeof(iv_));
   number_ = 0;
-  library_.EVP_CipherInit_ex(context_, nullptr, nullptr, key.data(), nullptr, -1);
+  const bool isSet =
+      library_.EVP_CipherInit_ex(context_.get(), nullptr, nullptr, key.data(), nullptr, -1) == 1;
   explicit_bzero(&key, sizeof(key));
+  if (!isSet) throw std::bad_alloc();
 }
 
 void RecordCipher::changeKey() {
@@ -69,13 +65,13 @@ bool RecordCipher::begin(const char* header) {
   std::memcpy(nonce, iv_, sizeof(nonce));
   for (size_t i = 0; i < sizeof(number_); ++i) nonce[11 - i] ^= uint8_t(number_ >> 8 * i);
   ++number_;
-  return library_.EVP_CipherInit_ex(context_, nullptr, nullptr, nullptr, nonce, -1) == 1 &&
+  return library_.EVP_CipherInit_ex(context_.get(), nullptr, nullptr, nullptr, nonce, -1) == 1 &&
          update(header, kHeaderBytes, nullptr);
 }
 
 bool RecordCipher::update(const char* in, size_t bytes, char* out) {
   int done = 0;
-  return library_.EVP_CipherUpdate(context_, reinterpret_cast<unsigned char*>(out), &done,
+  return library_.EVP_CipherUpdate(context_.get(), reinterpret_cast<unsigned char*>(out), &done,
                                    reinterpret_cast<const unsigned char*>(in),
                                    static_cast<int>(bytes)) == 1 &&
          static_cast<size_t>(done) == bytes;
@@ -96,9 +92,10 @@ char* RecordCipher::seal(Type type, const Span* parts, size_t offset, size_t byt
   const char last = static_cast<char>(type);
   unsigned char nothing[kTagBytes];
   int none = 0;
-  isSealed = isSealed && update(&last, 1, out) &&
-             library_.EVP_CipherFinal_ex(context_, nothing, &none) == 1 &&
-             library_.EVP_CIPHER_CTX_ctrl(context_, openssl::kGetTag, kTagBytes, out + 1) == 1;
+  isSealed =
+      isSealed && update(&last, 1, out) &&
+      library_.EVP_CipherFinal_ex(context_.get(), nothing, &none) == 1 &&
+      library_.EVP_CIPHER_CTX_ctrl(context_.get(), openssl::kGetTag, kTagBytes, out + 1) == 1;
   return isSealed ? out + 1 + kTagBytes : nullptr;
 }
 
@@ -119,11 +116,11 @@ RecordCipher::Type RecordCipher::open(const char* record, size_t bytes, char* co
   unsigned char nothing[kTagBytes];
   int none = 0;
   const bool isOpen = begin(record) &&
-                      library_.EVP_CIPHER_CTX_ctrl(context_, openssl::kSetTag, kTagBytes,
+                      library_.EVP_CIPHER_CTX_ctrl(context_.get(), openssl::kSetTag, kTagBytes,
                                                    const_cast<char*>(tag)) == 1 &&
                       (contentBytes == 0 || update(record + kHeaderBytes, contentBytes, content)) &&
                       update(tag - 1, 1, &type) &&
-                      library_.EVP_CipherFinal_ex(context_, nothing, &none) == 1;
+                      library_.EVP_CipherFinal_ex(context_.get(), nothing, &none) == 1;
   return isOpen ? static_cast<Type>(static_cast<uint8_t>(type)) : kInvalid;
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "base/sha256.h"
 #include "base/types.h"
@@ -20,9 +21,10 @@ class RecordCipher {
  public:
   static constexpr size_t kMaxContent = 16 * 1024;
   static constexpr size_t kHeaderBytes = 5;
-  static constexpr size_t kOverhead = kHeaderBytes + 1 + 16;  // and the type, and the tag
+  static constexpr size_t kTagBytes = 16;
+  static constexpr size_t kOverhead = kHeaderBytes + 1 + kTagBytes;  // and the type
   static constexpr size_t kMaxRecord = kMaxContent + kOverhead;
-  enum Type : uint8_t { kInvalid = 0, kAlert = 21, kHandshake = 22, kData = 23 };
+  enum Type : uint8_t { kInvalid = 0, kHandshake = 22, kData = 23 };
 
   // AES-128-GCM or ChaCha20-Poly1305. secret: the traffic secret of this direction (section 7.1).
   // Throws std::bad_alloc.
@@ -41,7 +43,7 @@ class RecordCipher {
   // Decrypts a whole record, whose content may replace it. kInvalid: it is not what the peer has
   // sent; `content` then holds garbage.
   Type open(const char* record, size_t bytes, char* content);
-  // Section 7.2. The next record is the first one with a new key.
+  // Section 7.2. The next record is the first one with a new key. Throws std::bad_alloc.
   void changeKey();
 
  private:
@@ -50,7 +52,7 @@ class RecordCipher {
   bool update(const char* in, size_t bytes, char* out);
 
   const openssl::Library& library_;
-  openssl::CipherContext* const context_;
+  const std::unique_ptr<openssl::CipherContext, void (*)(openssl::CipherContext*)> context_;
   const size_t keyBytes_;
   Digest secret_;
   uint8_t iv_[12];

@@ -260,26 +260,6 @@ def device_world(request: pytest.FixtureRequest, pool: Pool) -> World:
     return pool.get(pool.spec(size, device=request.config.getoption("--device"), path=path))
 
 
-@pytest.fixture(scope="module")
-def in_the_background(request: pytest.FixtureRequest, backend: str) -> Iterator[Callable[..., Any]]:
-    """in_the_background(test, make): what `make` returns, a world in which a job has begun, for the
-    last test of a file to finish; its ranks sleep while other tests run. None where that test is
-    not run."""
-    made: list[World] = []
-    chosen = [item for item in request.session.items if item.path == request.path]
-
-    def begin(test: str, make: Callable[[], World]) -> World | None:
-        is_run = any(getattr(item, "originalname", "") == test for item in chosen)
-        if not is_run or backend != "mycoll":
-            return None
-        made.append(make())
-        return made[-1]
-
-    yield begin
-    for world in made:
-        world.kill()
-
-
 @pytest.fixture
 def free_port() -> Iterator[int]:
     with ports.free_port() as port:

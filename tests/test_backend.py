@@ -315,13 +315,23 @@ def test_options(backend):
     for twin in (copy.copy(options), copy.deepcopy(options)):
         assert twin is not options
         assert (twin.cpu, twin.timeout) == ("engine", timedelta(seconds=5))
+        assert twin.shutdown_timeout == timedelta(seconds=10)
+        assert twin.warn_after == timedelta(seconds=1)
     assert "5 s" in repr(options) and "engine" in repr(options)
     with pytest.raises(ValueError, match="cpu"):
         mycoll.Options(cpu="abacus")
+    for name in ("shutdown_timeout", "warn_after"):
+        setattr(options, name, timedelta(milliseconds=70))
+        assert getattr(copy.copy(options), name) == timedelta(milliseconds=70)
+        assert f"{name}=0.07 s" in repr(options)
+        with pytest.raises(ValueError, match=f"{name} must not be negative"):
+            setattr(options, name, timedelta(seconds=-1))
+        with pytest.raises(ValueError, match=f"{name} must not be negative"):
+            mycoll.Options(**{name: timedelta(seconds=-1)})
     for name, said in (
         ("tiemout", "no field 'tiemout'; did you mean 'timeout'"),
         ("nccl", "options.nccl.min_ctas"),
-        ("bandwidth", "it has timeout and cpu"),
+        ("bandwidth", "it has timeout, shutdown_timeout, warn_after and cpu"),
     ):
         with pytest.raises(TypeError, match=said):
             mycoll.Options(**{name: 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,13 +13,19 @@ import torch.distributed as dist
 from faults.harness import Seen, attempt_and_leave
 from worlds.worker import Ctx
 
-SECONDS = 20.0  # on a busy machine; it takes 1.5
-TIMEOUT = 60.0
+SECONDS = 20.0  # on a busy machine
+WARN_AFTER = timedelta(seconds=0.2)
 LARGE = 1_000_000  # elements: not buffered by the receiver
 
 
+def new_group(ctx: Ctx) -> dist.ProcessGroup:
+    import mycoll
+
+    return dist.new_group(timeout=ctx.timeout, pg_options=mycoll.Options(warn_after=WARN_AFTER))
+
+
 def groups_in_crossed_order(ctx: Ctx) -> None:
-    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    groups = [new_group(ctx) for _ in range(2)]
     x = torch.ones(10)
     for group in groups:
         dist.all_reduce(x, group=group)
@@ -27,14 +34,14 @@ def groups_in_crossed_order(ctx: Ctx) -> None:
 
 
 def groups_never_used_in_crossed_order(ctx: Ctx) -> None:
-    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    groups = [new_group(ctx) for _ in range(2)]
     for group in groups if ctx.rank == 0 else groups[::-1]:
         dist.barrier(group=group)
 
 
 def async_then_waits_in_crossed_order(ctx: Ctx) -> None:
     """Enqueuing is harmless; what is waited for before the other is begun is not."""
-    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    groups = [new_group(ctx) for _ in range(2)]
     for group in groups if ctx.rank == 0 else groups[::-1]:
         dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
 
@@ -76,6 +83,9 @@ CASES: dict[Callable[[Ctx], None], tuple[int, tuple[str, ...]]] = {
 
 
 def falls_in(ctx: Ctx, case: Callable[[Ctx], None]) -> Seen:
+    import mycoll
+
+    ctx.init(pg_options=mycoll.Options(warn_after=WARN_AFTER))
     dist.barrier()
     return attempt_and_leave(lambda: case(ctx))
 
@@ -93,7 +103,7 @@ def test_the_error_names_a_deadlock(reused, backend, case, over):
         pytest.skip("gloo does not promise this")
     size, words = CASES[case]
     world = reused(size, over)
-    for rank, seen in enumerate(world.run_in_group(falls_in, case, timeout=TIMEOUT)):
+    for rank, seen in enumerate(world.run(falls_in, case)):
         assert seen.kind == "DistBackendError", (rank, seen)
         assert "DEADLOCK" in seen.text, seen.text
         for word in (*words, *(f"rank {r} (" for r in range(size))):
@@ -103,7 +113,7 @@ def test_the_error_names_a_deadlock(reused, backend, case, over):
 
 def a_thread_calls_later(ctx: Ctx) -> None:
     """The thread that answers has made no call yet."""
-    answer = threading.Timer(2.5, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
+    answer = threading.Timer(1.0, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
     answer.start()
     dist.recv(torch.zeros(3), (ctx.rank + 1) % ctx.size)
     answer.join()
@@ -111,10 +121,10 @@ def a_thread_calls_later(ctx: Ctx) -> None:
 
 def a_callback_calls_later(ctx: Ctx) -> None:
     """Rank 0's second call is held until the callback of the first has run."""
-    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    groups = [new_group(ctx) for _ in range(2)]
     first = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
     if ctx.rank == 0:
-        first.get_future().then(lambda _: time.sleep(2.5))
+        first.get_future().then(lambda _: time.sleep(1.0))
         held = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
         dist.all_reduce(torch.ones(3), group=groups[1])
         held.wait()
@@ -131,5 +141,5 @@ def test_a_late_call_is_not_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo has no futures of messages")
     world = reused(2, over)
-    for rank, seen in enumerate(world.run_in_group(falls_in, case, timeout=TIMEOUT)):
+    for rank, seen in enumerate(world.run(falls_in, case)):
         assert not seen.kind, (rank, seen)

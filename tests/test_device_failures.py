@@ -38,22 +38,6 @@ def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
     return "", seconds
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_that_is_late(request, pool, in_the_background):
-    """Begins before all other tests."""
-    kind = request.config.getoption("--device")
-    path = device.paths(kind, 2, ["nccl"])[0]
-    if device.missing(kind, path):
-        return None
-
-    def begin() -> World:
-        world = pool.fresh(pool.spec(2, device=kind, path=path))
-        world.start(late_beside_destroy)
-        return world
-
-    return in_the_background("test_destroy_waits_for_what_has_returned", begin)
-
-
 # --- ranks that disagree
 
 
@@ -402,17 +386,19 @@ def test_survivors_shrink_and_go_on(fresh_device_world, path):
 
 
 def late_beside_destroy(ctx: Ctx) -> None:
+    import mycoll
+
+    options = mycoll.Options(shutdown_timeout=timedelta(seconds=0.2))
+    group = dist.new_group(pg_options=options)
     x = full(ctx, ctx.rank + 1)
-    dist.all_reduce(full(ctx, 1))
+    dist.all_reduce(full(ctx, 1), group=group)
     torch.accelerator.synchronize()
     if ctx.rank == 1:
-        time.sleep(11)  # longer than any grace for the end itself
-    dist.all_reduce(x)
-    dist.destroy_process_group()
+        time.sleep(1)  # longer than the shutdown timeout
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
     is_all(ctx, x, 3)
 
 
-def test_destroy_waits_for_what_has_returned(one_that_is_late):
-    if one_that_is_late is None:
-        pytest.skip("the device is not there, or gloo is tested")
-    one_that_is_late.finish()
+def test_destroy_waits_for_what_has_returned(fresh_device_world):
+    fresh_device_world(2, "nccl").run(late_beside_destroy)

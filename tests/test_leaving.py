@@ -15,29 +15,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
 from worlds import warm
-from worlds.pool import Pool, World
 from worlds.worker import Ctx
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_that_is_late(pool, in_the_background):
-    """Begins before all other tests, and so does the next."""
-    return in_the_background("test_a_late_member_is_waited_for", lambda: begun(pool, 3, comes_late))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_that_waits_to_leave(pool, in_the_background):
-    return in_the_background(
-        "test_unreceived_sends_are_lost_when_the_sender_leaves",
-        lambda: begun(pool, 2, goes_with_a_message),  # which takes 10 s
-    )
-
-
-def begun(pool: Pool, size: int, job: Callable[[Ctx], object]) -> World:
-    # leaving_test has both transports.
-    world = pool.fresh(pool.spec(size, "tcp", timeout=60.0))
-    world.start(job)
-    return world
 
 
 def hands_on_and_goes(ctx: Ctx) -> Seen:
@@ -110,7 +88,7 @@ def test_the_error_names_a_rank_that_left_before_the_first_call(reused, transpor
 
 def comes_late(ctx: Ctx) -> Seen:
     """Ranks 1 and 2 have no connection yet when one of them needs it for a group that the other
-    has left, and for one that the other makes only later than strangers are kept waiting."""
+    has left, and for one that the other makes later."""
     dist.broadcast(torch.ones(1), 0)
     group = dist.new_group([0, 1, 2])
     dist.broadcast(torch.ones(1), 0, group=group)
@@ -123,7 +101,7 @@ def comes_late(ctx: Ctx) -> Seen:
     if ctx.rank == 1:
         group._get_backend(torch.device("cpu")).abort()
     if ctx.rank == 2:
-        time.sleep(6.0)
+        time.sleep(1.0)
 
     def act() -> float:
         x = torch.ones(4)
@@ -138,7 +116,10 @@ def comes_late(ctx: Ctx) -> Seen:
 
 def goes_with_a_message(ctx: Ctx) -> Seen | None:
     """Rank 0 never waits for its send, and rank 1 receives when rank 0 has ceased to offer it."""
-    group = dist.new_group()
+    import mycoll
+
+    options = mycoll.Options(shutdown_timeout=timedelta(seconds=0.3))
+    group = dist.new_group(pg_options=options)
     dist.barrier(group)
     x = torch.full((10_000_000,), float(ctx.rank))
     if ctx.rank == 0:
@@ -330,16 +311,18 @@ def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
     assert found[1].isascii() and found[1].isprintable(), found[1]
 
 
-def test_a_late_member_is_waited_for(one_that_is_late, mycoll_only):
-    for rank, seen in enumerate(one_that_is_late.finish()):
+def test_a_late_member_is_waited_for(fresh, mycoll_only):
+    # leaving_test has both transports.
+    for rank, seen in enumerate(fresh(3, "tcp", timeout=60.0).run(comes_late)):
         assert not seen.kind, (rank, seen)
         assert seen.value == 5.0
 
 
-def test_unreceived_sends_are_lost_when_the_sender_leaves(one_that_waits_to_leave, mycoll_only):
-    _, seen = one_that_waits_to_leave.finish()
+def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, mycoll_only):
+    world = fresh(2, "tcp", timeout=60.0)
+    _, seen = world.run(goes_with_a_message)
     assert seen.kind == "DistBackendError", seen
     assert "has left the group" in seen.text and "recv from rank 0" in seen.text
     assert seen.seconds < 2.0
-    said = one_that_waits_to_leave.members[0].log_tail()
+    said = world.members[0].log_tail()
     assert "(collectives: 0, sends: 1). They are lost" in said

@@ -69,6 +69,7 @@ Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> opt
 
 Generation Generations::make(std::shared_ptr<Communicator> communicator) const {
   communicator->setTimeout(timeout());
+  communicator->setWarnAfter(options_->warnAfter);
   auto device = makeDevice_ ? makeDevice_(name_, communicator, options_) : nullptr;
   const int rank = communicator->rank(), ranks = communicator->ranks();
   return {std::move(communicator), std::move(device), Status(), rank, ranks};

@@ -54,6 +54,7 @@ class Generations {
   c10::intrusive_ptr<MycollOptions> options() const;
   const DeviceFactory& makeDevice() const { return makeDevice_; }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
+  Milliseconds shutdownTimeout() const { return options_->shutdownTimeout; }
   // For the current generation, and for those to come.
   void setTimeout(Milliseconds timeout);
 
@@ -69,7 +70,7 @@ class Generations {
   HookTable<>& abortHooks() { return *abortHooks_; }
 
  private:
-  // Sets the communicator's timeout, and makes the DeviceSupport.
+  // Sets the communicator's times, and makes the DeviceSupport.
   Generation make(std::shared_ptr<Communicator> communicator) const;
   void replace(Generation next) EXCLUDES(mutex_);
 

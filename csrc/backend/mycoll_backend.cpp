@@ -19,10 +19,9 @@
 namespace mycoll {
 namespace {
 
-// How long destroy_process_group() waits for operations that are still pending.
-constexpr std::chrono::seconds kShutdownTimeout(10);
-// The same for a group that is dropped without that call.
-constexpr std::chrono::seconds kDropTimeout(2);
+// The longest wait for the other ranks if operations are still pending after the shutdown timeout,
+// or if the group is dropped without a shutdown.
+constexpr std::chrono::milliseconds kDropTimeout(2000);
 // The longest wait for the last messages of a group that another one replaces.
 constexpr std::chrono::milliseconds kDiscardTimeout(100);
 #if MYCOLL_TORCH_HAS_RECONFIGURE
@@ -141,7 +140,8 @@ MycollBackend::~MycollBackend() {
     MutexLock lock(registry().mutex);
     registry().groups.erase(this);
   }
-  generations_.current().end(Deadline::after(kDropTimeout), "");
+  generations_.current().end(
+      Deadline::after(std::min(generations_.shutdownTimeout(), kDropTimeout)), "");
 }
 
 std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name, Milliseconds timeout,
@@ -282,7 +282,8 @@ void MycollBackend::shutdown() {
   // A forked child abandons its parent's group, and may make its own.
   if (isForked()) return;
   enter("shutdown");
-  const Deadline deadline = Deadline::after(kShutdownTimeout);
+  const Milliseconds longest = generations_.shutdownTimeout();
+  const Deadline deadline = Deadline::after(longest);
   Status drained;
   // Held operations are pending, too; they begin when the callbacks before them have run.
   if (CallbackOrder::here(callbacks_)->pass(deadline, isInterruptPending) ==
@@ -292,7 +293,7 @@ void MycollBackend::shutdown() {
   const Generation now = generations_.current();
   if (now.device && drained.ok()) drained = now.device->drain(deadline);
   const bool isPatient = drained.ok() && !deadline.expired();
-  const Milliseconds patience = isPatient ? kShutdownTimeout : kDropTimeout;
+  const Milliseconds patience = isPatient ? longest : std::min(longest, kDropTimeout);
   if (now.device) now.device->close(Deadline::after(patience));
   bool isInterrupted = false;
   if (now.communicator) {

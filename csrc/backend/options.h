@@ -6,6 +6,7 @@
 
 #include "backend/torch_version.h"
 #include "base/nccl_options.h"
+#include "engine/diagnosis.h"
 
 namespace mycoll {
 
@@ -22,6 +23,11 @@ struct MycollOptions final : c10d::Backend::Options {
   }
 #endif
 
+  // How long destroy_process_group() waits for pending operations and for the other ranks.
+  std::chrono::milliseconds shutdownTimeout{10'000};
+  // How long an operation waits before it logs the ranks that it waits for, and asks them what they
+  // wait for.
+  std::chrono::milliseconds warnAfter = kDefaultWarnAfter;
   // The implementation for CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule
   // mycoll out). Empty: the value of MYCOLL_CPU.
   std::string cpu;

@@ -36,15 +36,23 @@ Args:
         to torch takes precedence.
     cpu: What carries CPU tensors: `"engine"` (mycoll's own), `"gloo"` (torch's), or `""` for the
         value of MYCOLL_CPU.
+    shutdown_timeout: The longest time that `destroy_process_group()` waits for operations that are
+        pending and for the other ranks; 10 seconds by default.
+    warn_after: How long an operation waits before it logs the ranks that it waits for, and asks
+        them whether they wait for each other; one second by default.
 
 Raises:
     TypeError: There is no such option.
-    ValueError: `cpu` has another value.
+    ValueError: `cpu` has another value, or a time is negative.
 )";
 inline constexpr const char* kOptionsCpu = R"(What carries CPU tensors: `"engine"` (mycoll's own),
 `"gloo"` (torch's), or `""` for the value of MYCOLL_CPU.)";
 inline constexpr const char* kOptionsTimeout = R"(The longest time that an operation may take. A
 `timeout=` given to torch takes precedence.)";
+inline constexpr const char* kOptionsShutdownTimeout = R"(The longest time that
+`destroy_process_group()` waits for operations that are pending and for the other ranks.)";
+inline constexpr const char* kOptionsWarnAfter = R"(How long an operation waits before it logs the
+ranks that it waits for, and asks them whether they wait for each other.)";
 inline constexpr const char* kOptionsNccl = "How NCCL makes the communicators of this group.";
 inline constexpr const char* kOptionsCopy = R"(Copies the options.
 

@@ -208,8 +208,14 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
 py::module_ memoryModule() { return py::module_::import("mycoll.memory"); }
 
 std::string describeOptions(const MycollOptions& options) {
-  const double seconds = std::chrono::duration<double>(options.timeout).count();
-  return py::str("mycoll.Options(timeout={:g} s, cpu={!r})").format(seconds, options.cpu);
+  const auto seconds = [](Milliseconds time) {
+    return std::chrono::duration<double>(time).count();
+  };
+  return py::str(
+             "mycoll.Options(timeout={:g} s, shutdown_timeout={:g} s, warn_after={:g} s, "
+             "cpu={!r})")
+      .format(seconds(options.timeout), seconds(options.shutdownTimeout),
+              seconds(options.warnAfter), options.cpu);
 }
 
 void checkCpu(const std::string& cpu) {
@@ -218,13 +224,20 @@ void checkCpu(const std::string& cpu) {
                         "'");
 }
 
+Milliseconds checkNotNegative(const char* name, Milliseconds time) {
+  if (time.count() >= 0) return time;
+  throw py::value_error(std::string(name) + " must not be negative");
+}
+
 [[noreturn]] void refuseField(const std::string& name) {
-  const std::string nearest = mycoll::nearestName(name, {"timeout", "cpu", "nccl"}, 0);
+  const std::string nearest =
+      mycoll::nearestName(name, {"timeout", "shutdown_timeout", "warn_after", "cpu", "nccl"}, 0);
   throw py::type_error(
       "mycoll.Options() has no field '" + name + "'" +
       (nearest == "nccl" ? "; what is for NCCL is set afterwards, as in options.nccl.min_ctas = 4"
-       : nearest.empty() ? "; it has timeout and cpu, and options.nccl for NCCL"
-                         : "; did you mean '" + nearest + "'?"));
+       : nearest.empty()
+           ? "; it has timeout, shutdown_timeout, warn_after and cpu, and options.nccl for NCCL"
+           : "; did you mean '" + nearest + "'?"));
 }
 
 py::list environment() {
@@ -397,14 +410,19 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
       module, "Options", doc::kOptions)
-      .def(py::init([](Milliseconds timeout, std::string cpu, const py::kwargs& others) {
+      .def(py::init([](Milliseconds timeout, std::string cpu, Milliseconds shutdownTimeout,
+                       Milliseconds warnAfter, const py::kwargs& others) {
              for (const auto& each : others) refuseField(py::cast<std::string>(each.first));
              checkCpu(cpu);
              auto options = c10::make_intrusive<MycollOptions>(timeout);
              options->cpu = std::move(cpu);
+             options->shutdownTimeout = checkNotNegative("shutdown_timeout", shutdownTimeout);
+             options->warnAfter = checkNotNegative("warn_after", warnAfter);
              return options;
            }),
-           py::arg("timeout") = kBackendDefaultTimeout, py::arg("cpu") = "", doc::kOptionsInit)
+           py::arg("timeout") = kBackendDefaultTimeout, py::arg("cpu") = "",
+           py::arg("shutdown_timeout") = MycollOptions().shutdownTimeout,
+           py::arg("warn_after") = MycollOptions().warnAfter, doc::kOptionsInit)
       .def_property(
           "cpu", [](const MycollOptions& self) { return self.cpu; },
           [](MycollOptions& self, std::string cpu) {
@@ -413,6 +431,18 @@ PYBIND11_MODULE(_C, module) {
           },
           doc::kOptionsCpu)
       .def_readwrite("timeout", &MycollOptions::timeout, doc::kOptionsTimeout)
+      .def_property(
+          "shutdown_timeout", [](const MycollOptions& self) { return self.shutdownTimeout; },
+          [](MycollOptions& self, Milliseconds time) {
+            self.shutdownTimeout = checkNotNegative("shutdown_timeout", time);
+          },
+          doc::kOptionsShutdownTimeout)
+      .def_property(
+          "warn_after", [](const MycollOptions& self) { return self.warnAfter; },
+          [](MycollOptions& self, Milliseconds time) {
+            self.warnAfter = checkNotNegative("warn_after", time);
+          },
+          doc::kOptionsWarnAfter)
       .def_property_readonly(
           "nccl", [](MycollOptions& self) -> mycoll::NcclOptions& { return self.nccl; },
           py::return_value_policy::reference_internal, doc::kOptionsNccl)

@@ -154,6 +154,7 @@ std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
   std::shared_ptr<Communicator> part =
       add(parent.group_.engine, std::move(options), std::move(address));
   part->record().setPart();
+  part->setWarnAfter(parent.diagnosis_.warnAfter());
   return part;
 }
 

@@ -94,6 +94,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   uint64_t context() const { return mailbox_.group().context; }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void setTimeout(Milliseconds timeout) { timeout_.store(timeout.count()); }
+  // See Diagnosis::warnAfter().
+  void setWarnAfter(Milliseconds time) { diagnosis_.setWarnAfter(time); }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const { return runner_.transport(); }
   // "TLS 1.3 PSK, AES-128-GCM"; empty if nothing is encrypted.

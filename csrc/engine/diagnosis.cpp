@@ -28,8 +28,6 @@ using Milliseconds = std::chrono::milliseconds;
 
 // A collective that waits notifies the other ranks each time after this long.
 constexpr auto kAnnounceEvery = Milliseconds(250);
-// A collective that has waited for this long logs a warning.
-constexpr auto kWarnAfter = Milliseconds(1000);
 // How long a collective waits for a missing rank after it has left, if it waits for messages: those
 // that the rank sent before its goodbye may not have been processed here yet.
 constexpr auto kLeftGrace = Milliseconds(500);
@@ -314,7 +312,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
     // The ranks that an external collective waits for are only known from the others' notices.
     group_.agreement.sendArrived(op.external ? std::vector<int>() : missing);
   }
-  if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > kWarnAfter) {
+  if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > warnAfter()) {
     op.hasWarned = true;
     MYCOLL_LOG_WARN(
         "group '%s': %s (call #%llu) has waited %lld ms for %s", group_.options.name.c_str(),
@@ -478,14 +476,13 @@ std::string Diagnosis::explainMissingCall(std::optional<Block>* block) {
 // ---- asking ------------------------------------------------------------------------------------
 
 std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
-  MutexLock lock(mutex_);  // two threads may wait for one op
-  constexpr Milliseconds kPauses[] = {Milliseconds(1000), Milliseconds(500), Milliseconds(500),
-                                      Milliseconds(1000), Milliseconds(2000)};
+  MutexLock lock(mutex_);                         // two threads may wait for one op
+  constexpr int kHalves[] = {2, 1, 1, 2, 4, 10};  // of warnAfter()
   const auto now = Clock::now();
   if (op.asked == Clock::time_point{}) op.asked = since;
   const bool isFirst = op.rounds == 0;
   const Milliseconds pause =
-      op.rounds < std::size(kPauses) ? kPauses[op.rounds] : Milliseconds(5000);
+      kHalves[std::min<size_t>(op.rounds, std::size(kHalves) - 1)] * warnAfter() / 2;
   // Ask once more before the deadline, so that the answers in the error are fresh.
   const bool isLast = !op.deadline.isNever() &&
                       now - op.asked > Milliseconds(isFirst ? 300 : 600) &&

@@ -14,15 +14,19 @@
 // before its own wait ends. So there is no false alarm if "the thread that should make the call" is
 // right. That thread is known for a group that only one thread has ever called, in a process that
 // has no other thread that could call it (GroupOptions::mayBeCalled); no cycle is reported for
-// other groups. A cycle is reported when it is found twice in the same shape, half a second apart.
+// other groups. A cycle is reported when it is found twice in the same shape, half of warnAfter()
+// apart.
 //
-// The first question is sent when a wait has lasted for a second, or shortly before its deadline.
+// The first question is sent when a wait has lasted for warnAfter(), which is also when the wait is
+// logged, or shortly before its deadline.
 //
 // Thread contract: all [any thread]. Checks of the head of the queue run under its run lock. One
 // lock, a leaf: it may be taken under the I/O lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <map>
@@ -44,6 +48,8 @@ class Queue;
 class Runner;
 struct Group;
 
+constexpr std::chrono::milliseconds kDefaultWarnAfter{1000};
+
 class Diagnosis {
  public:
   Diagnosis(Communicator& self, Group& group, Runner& runner, Queue& queue);
@@ -61,6 +67,12 @@ class Diagnosis {
   void checkMessage(MessageOp& op);
   // Checks the deadlines of messages that only futures wait for, which no waiting thread checks.
   void checkFutures();
+
+  // How long an operation waits before it is logged and the first question is sent.
+  std::chrono::milliseconds warnAfter() const { return warnAfter_.load(); }
+  void setWarnAfter(std::chrono::milliseconds time) {
+    warnAfter_.store(std::min<std::chrono::milliseconds>(time, std::chrono::hours(24 * 365)));
+  }
 
   // ---- descriptions
   // The failure as the caller of this collective sees it.
@@ -131,6 +143,7 @@ class Diagnosis {
   Runner& runner_;
   Queue& queue_;
 
+  std::atomic<std::chrono::milliseconds> warnAfter_{kDefaultWarnAfter};
   const uint64_t creator_ = threadNumber();
   Caller caller_;
 

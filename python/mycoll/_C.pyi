@@ -44,7 +44,15 @@ class Options(Backend.Options):
 
     timeout: timedelta
     cpu: str
-    def __init__(self, timeout: timedelta = ..., cpu: str = ...) -> None: ...
+    shutdown_timeout: timedelta
+    warn_after: timedelta
+    def __init__(
+        self,
+        timeout: timedelta = ...,
+        cpu: str = ...,
+        shutdown_timeout: timedelta = ...,
+        warn_after: timedelta = ...,
+    ) -> None: ...
     @property
     def nccl(self) -> NcclOptions: ...
     def __copy__(self) -> Options: ...

@@ -20,7 +20,8 @@ using Groups = std::vector<std::shared_ptr<Communicator>>;
 // Several groups of the same ranks, on one engine for each rank. members[i]: of group i; empty:
 // all.
 void runGroups(int ranks, Links links, const std::vector<std::vector<int>>& members,
-               const std::function<void(int rank, Groups& groups)>& body, int timeoutMs = 20'000) {
+               const std::function<void(int rank, Groups& groups)>& body, int timeoutMs = 20'000,
+               std::chrono::milliseconds warnAfter = 300ms) {
   std::vector<std::shared_ptr<test::MemoryStore>> stores(members.size());
   for (auto& store : stores) store = std::make_shared<test::MemoryStore>();
   test::Threads(ranks, [&](int rank) {
@@ -39,6 +40,7 @@ void runGroups(int ranks, Links links, const std::vector<std::vector<int>>& memb
       options.ranks = members[i].empty() ? ranks : static_cast<int>(members[i].size());
       options.timeout = std::chrono::milliseconds(timeoutMs);
       ASSERT_OK(Communicator::create(options, stores[i], engine, &groups[i]));
+      groups[i]->setWarnAfter(warnAfter);
     }
     body(rank, groups);
     for (auto& group : groups) {
@@ -140,12 +142,28 @@ TEST(Deadlock, aReceiveAgainstABarrier) {
 }
 
 // What looks like one from outside, but goes on.
+TEST(Deadlock, noneBeforeTheFirstQuestion) {
+  // Within their timeout these ranks ask each other only once, shortly before it.
+  const auto crossed = [](std::chrono::milliseconds warnAfter, Code expected) {
+    runGroups(
+        2, Links::kShm, {{}, {}},
+        [&](int rank, Groups& groups) {
+          for (auto& group : groups) EXPECT_OK(barrier(*group));
+          EXPECT_EQ(barrier(*groups[rank]).code(), expected);
+        },
+        1000, warnAfter);
+  };
+  crossed(std::chrono::hours(1), Code::kTimeout);
+  crossed(std::chrono::milliseconds::max(), Code::kTimeout);
+  crossed(100ms, Code::kDeadlock);
+}
+
 TEST(Deadlock, noFalseAlarm) {
   // A rank that is only slow, and operations in crossed order that nobody waits for yet.
   const auto slow = [](Links links) {
     runGroups(3, links, {{}, {}}, [&](int rank, Groups& groups) {
       for (auto& group : groups) EXPECT_OK(barrier(*group));
-      if (rank == 2) std::this_thread::sleep_for(2500ms);
+      if (rank == 2) std::this_thread::sleep_for(900ms);
       OpPtr first = begin(*groups[rank == 0 ? 1 : 0], false);
       EXPECT_OK(barrier(*groups[rank == 0 ? 0 : 1]));
       EXPECT_OK(groups[0]->wait(first, Deadline::never()));
@@ -158,7 +176,7 @@ TEST(Deadlock, noFalseAlarm) {
       for (int i = 0; i < 2; ++i) {
         threads.emplace_back([&, i] {
           EXPECT_OK(barrier(*groups[i]));
-          if (rank == i) std::this_thread::sleep_for(2500ms);
+          if (rank == i) std::this_thread::sleep_for(900ms);
           EXPECT_OK(barrier(*groups[i]));
         });
       }
@@ -171,7 +189,7 @@ TEST(Deadlock, noFalseAlarm) {
     runGroups(2, links, {{}, {}}, [&](int rank, Groups& groups) {
       for (auto& group : groups) EXPECT_OK(barrier(*group));
       OpPtr op = begin(*groups[rank]);
-      EXPECT_EQ(groups[rank]->wait(op, Deadline::after(2200ms)).code(), Code::kTimeout);
+      EXPECT_EQ(groups[rank]->wait(op, Deadline::after(800ms)).code(), Code::kTimeout);
       bothHaveWaited.arrive_and_wait();
       EXPECT_OK(barrier(*groups[1 - rank]));
       EXPECT_OK(groups[rank]->wait(op, Deadline::never()));

@@ -33,7 +33,7 @@ def read_after_a_death(ctx: Ctx, how: str) -> str:
             dist.all_reduce(x)
         graph.replay()
         torch.accelerator.synchronize()
-        time.sleep(1.5)  # nothing is under way for a while
+        time.sleep(1)  # nothing is under way for a while
     dist.barrier()
     if ctx.rank == 1:
         time.sleep(1)  # the other one is in its call by then

@@ -295,17 +295,19 @@ def late_messages(ctx: Ctx, how: str) -> str:
     dist.batch_isend_irecv([op])[0].wait()
     torch.accelerator.synchronize()
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    store = ctx.store("late messages")
     try:
         if ctx.rank == 0:
             dist.send(large, 1)
         elif how == "batch":
             dist.batch_isend_irecv([op])[0].wait()
         else:
-            time.sleep(5)
+            store.wait(["has failed"], timedelta(seconds=30))
         torch.accelerator.synchronize()
         dist.all_reduce(full(ctx, 1))
     except dist.DistBackendError as error:
+        store.set("has failed", "")
         return str(error)
     return ""
 
@@ -314,7 +316,7 @@ def late_messages(ctx: Ctx, how: str) -> str:
 def test_messages_without_a_partner(fresh_device_world, how):
     env = (("MYCOLL_CALL_SITES", "always"),)
     for found in fresh_device_world(2, "nccl", env=env).run(late_messages, how):
-        assert "timed out after 2000 ms" in found, found
+        assert "timed out after 1000 ms" in found, found
         assert "(test_device_messages.py:" in found, found
         if how == "alone":
             assert "send to rank 1" in found, found

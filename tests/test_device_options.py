@@ -399,8 +399,9 @@ def hooks_beside_a_broken_device(ctx: Ctx) -> None:
     """The device fails between the end of an operation and the question how long it took."""
     seen: list[float] = []
     group = dist.distributed_c10d._get_default_group()
-    warm_up(ctx)
     group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
+    warm_up(ctx)
+    group._wait_for_pending_works()  # the watchdog asks for nothing any more
     for _ in range(5):
         work = dist.all_reduce(full(ctx, 1), async_op=True)
         while not work.is_completed():  # from here on nobody asks the device whether it is
@@ -410,7 +411,7 @@ def hooks_beside_a_broken_device(ctx: Ctx) -> None:
         device.break_device("")
         torch.accelerator.synchronize()
     group._wait_for_pending_works()
-    ctx.equal(len(seen), 5)
+    ctx.equal(len(seen), 6)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -513,11 +514,10 @@ def extended_batch(ctx: Ctx) -> None:
         dist.all_reduce(each)
     exchange(message, 1 - ctx.rank).wait()
     torch.accelerator.synchronize()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
-    if ctx.rank == 0:
-        dist.group.WORLD._get_backend(ctx.device)._add_ephemeral_timeout(timedelta(seconds=30))
-    else:
-        time.sleep(3)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    dist.group.WORLD._get_backend(ctx.device)._add_ephemeral_timeout(timedelta(seconds=30))
+    if ctx.rank == 1:
+        time.sleep(1)
     with dist._coalescing_manager(device=ctx.device, async_ops=True) as block:
         for each in (x, y):
             dist.all_reduce(each)

@@ -450,35 +450,35 @@ def test_the_debug_server_sees_a_failure(fresh: Any) -> None:
 
 @needs_reconfigure
 def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
-    def seconds_waited(group: dist.ProcessGroup) -> int:
+    def tenths_waited(group: dist.ProcessGroup) -> int:
         """By an operation that nobody else calls."""
         with pytest.raises(dist.DistBackendError) as error:
             group.barrier().wait()
         found = re.search(r"Timed out waiting (\d+)ms", str(error.value))
         assert found is not None, error.value
-        return round(int(found[1]) / 1000)
+        return round(int(found[1]) / 100)
 
     def pair() -> list[Any]:
         groups = elastic(2)
         reconfigure_all(groups, [0, 1], 1)
-        groups[0].set_timeout(timedelta(seconds=1))
+        groups[0].set_timeout(timedelta(seconds=0.5))
         return groups
 
     groups = pair()
-    for extension in (1, 2):
+    for extension in (0.5, 1):
         groups[0]._add_ephemeral_timeout(timedelta(seconds=extension))
-    assert seconds_waited(groups[0]) == 4
+    assert tenths_waited(groups[0]) == 20
     # Until the first operation ends, it counts for those that are called meanwhile.
     groups = pair()
     groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
     first = groups[0].recv([torch.empty(3)], 1, 0)
     assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
     second = groups[0].recv([torch.empty(3)], 1, 1)
-    time.sleep(1.5)
+    time.sleep(1)
     for tag, work in enumerate((first, second)):
         groups[1].send([torch.ones(3)], 0, tag).wait()
         work.wait()
-    assert seconds_waited(groups[0]) == 1
+    assert tenths_waited(groups[0]) == 5
     # A synchronous one ends it, too, and so does one that was not wanted any more.
     for call in (lambda group: group.allreduce([torch.ones(3)]).wait(),
                  lambda group: group.allreduce([torch.ones(3)])):  # fmt: skip
@@ -486,7 +486,7 @@ def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
         groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
         on_all(lambda i, groups=groups, call=call: call(groups[i]), 2)
         on_all(lambda i, groups=groups: total(groups[i], 1.0), 2)
-        assert seconds_waited(groups[0]) == 1
+        assert tenths_waited(groups[0]) == 5
 
 
 def reconfigure_as_told(pipe: Connection) -> None:

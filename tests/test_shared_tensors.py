@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import mycoll
@@ -375,9 +376,11 @@ def leaves_a_late_rank(ctx: Ctx) -> Seen | None:
     """Rank 0's call times out while the others can still read its tensor; it uses it at once."""
     x = torch.zeros(1_000_000)
     dist.all_reduce(x)
+    store = ctx.store("late")
     if ctx.rank == 2:
-        time.sleep(3.0)
+        store.wait(["0", "1"], timedelta(seconds=30))
     seen = attempt(lambda: dist.all_reduce(x))
+    store.set(str(ctx.rank), "")
     x.fill_(5)
     ctx.equal(x.unique().tolist(), [5])
     return seen

@@ -156,10 +156,14 @@ def test_command(fresh, capsys) -> None:
 
 
 def fork(ctx: Ctx) -> int:
+    """The child lives until this rank ends."""
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        time.sleep(3)
+        os.close(write)
+        os.read(read, 1)
         os._exit(0)
+    os.close(read)
     return child
 
 

@@ -28,6 +28,14 @@ PARSERS = {
     "transport/peer.cpp",
 }
 
+# Over one second: a test waits for what must happen, not for a time. Processes that sleep for more
+# than a minute are killed.
+LONG_SLEEPS = (
+    r"\bsleep\((1\.\d*[1-9]|([2-9]|[1-5]\d)(\.\d+)?)\)"
+    r"|sleep_for\((1[1-9]\d\dms|[2-9]'?\d{3}ms|\d+s\b|std::chrono::seconds"
+    r"|std::chrono::milliseconds\((1'?[1-9]\d\d|1'?0[1-9]\d|[2-9]'?\d{3}|\d{2,}'?\d{3})\))"
+)
+
 # Their locks are taken with a deadline or handed on, as no Mutex can be, or are torch's; or Mutex
 # is made of them.
 OTHER_LOCKS = {
@@ -74,8 +82,16 @@ def test_nothing_is_decided_by_the_text_of_a_message() -> None:
         (r"\b(TODO|FIXME|XXX|HACK)\b", [CSRC, PACKAGE, BENCHMARKS], CPP + PYTHON),
         (r"^\s*throw (?!std::bad_alloc|;)", BELOW_TORCH, CPP),  # errors are a Status there
         (r"\bmutex\b", [CSRC / "kernels"], CPP),  # ./dev lint does not look for locks there
+        (LONG_SLEEPS, [ROOT / "tests" / name for name in ("cpp", "jobs")], CPP + PYTHON),
+        (LONG_SLEEPS, [ROOT / "tests"], ("test_*.py",)),
     ],
-    ids=["nothing is left open", "no exceptions below device", "no locks in kernels"],
+    ids=[
+        "nothing is left open",
+        "no exceptions below device",
+        "no locks in kernels",
+        "no long sleep in jobs and tests of C++",
+        "no long sleep in tests",
+    ],
 )
 def test_words_that_do_not_occur(pattern, folders, names) -> None:
     assert not found(pattern, folders, names)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,32 +174,35 @@ def test_no_gil_held_while_waiting(world, name):
 
 
 def interpreter_is_held(ctx: Ctx, name: str) -> None:
-    """A thread of one rank keeps the interpreter to itself while another waits in an operation."""
+    """A thread of rank 0 keeps the interpreter to itself while another waits in an operation, until
+    rank 1 has ended its part."""
     x = torch.ones(1 << 20)
     dist.all_reduce(x)
-    dist.barrier()
+    store = ctx.store(f"held in {name}")
     if ctx.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            fifo = f"{folder}/ended"
+            os.mkfifo(fifo)
+            reader = os.open(fifo, os.O_RDWR)
+            wanted = ctypes.create_string_buffer(struct.pack("ihh", reader, select.POLLIN, 0))
+            ready: list[int] = []
 
-        def hold() -> None:
-            time.sleep(1.0)
-            ctypes.PyDLL(None).usleep(2_000_000)  # PyDLL keeps it
+            def hold() -> None:
+                time.sleep(0.3)  # the other thread waits in the operation by then
+                store.set("fifo", fifo)
+                ready.append(ctypes.PyDLL(None).poll(wanted, 1, 20_000))  # PyDLL keeps the GIL
 
-        thread = threading.Thread(target=hold)
-        thread.start()
+            thread = threading.Thread(target=hold)
+            thread.start()
+            (dist.all_reduce if name == "all_reduce" else lambda y: dist.recv(y, 1))(x)
+            thread.join()
+            os.close(reader)
+        ctx.equal(ready, [1], f"rank 1 waits in {name} for the interpreter of rank 0")
     else:
-        time.sleep(1.3)
-    began = time.monotonic()
-    if name == "all_reduce":
-        dist.all_reduce(x)
-    elif ctx.rank == 0:
-        dist.recv(x, 1)
-    else:
-        dist.send(x, 0)
-    took = time.monotonic() - began
-    if ctx.rank == 0:
-        thread.join()
-    elif took > 1.2:  # it was held for 1.7 s more
-        ctx.fail(f"{name} took {took:.1f} s")
+        fifo = store.get("fifo").decode()
+        time.sleep(0.1)  # the interpreter of rank 0 is held by then
+        (dist.all_reduce if name == "all_reduce" else lambda y: dist.send(y, 0))(x)
+        Path(fifo).write_bytes(b"x")
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])

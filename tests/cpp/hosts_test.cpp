@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <latch>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -594,46 +595,40 @@ TEST(Hosts, tripsOfAnAllReduceFarAway) {
 TEST(Hosts, aMissingRankIsNamed) {
   const std::vector<int> hostOf = {0, 0, 0, 1, 1, 1};
   constexpr int kMissing = 4;
-  runHosts(
-      hostOf,
-      [&](Communicator& group) {
-        std::vector<int32_t> data(100'000);
-        Call c = call(OpKind::kAllReduce);
-        c.in = c.out = {span(data)};
-        EXPECT(run(group, c).ok());
-        if (group.rank() == kMissing) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(3000));
-          return;
-        }
-        const Status status = run(group, c);
-        EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
-        EXPECT_EQ(status.cause().rank, kMissing);
-        const std::string& text = status.message();
-        EXPECT(text.find("for rank " + std::to_string(kMissing) + " (") != std::string::npos);
-        const std::string arrived = text.substr(text.find("Arrived: "));
-        EXPECT(arrived.find(std::to_string(kMissing)) > arrived.find('.'));
-      },
-      2000);  // in which the group is made, too
+  std::latch areOver(static_cast<int>(hostOf.size()) - 1);
+  runHosts(hostOf, [&](Communicator& group) {
+    std::vector<int32_t> data(100'000);
+    Call c = call(OpKind::kAllReduce);
+    c.in = c.out = {span(data)};
+    EXPECT(run(group, c).ok());
+    if (group.rank() == kMissing) return areOver.wait();
+    group.setTimeout(std::chrono::milliseconds(1000));
+    const Status status = run(group, c);
+    areOver.count_down();
+    EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+    EXPECT_EQ(status.cause().rank, kMissing);
+    const std::string& text = status.message();
+    EXPECT(text.find("for rank " + std::to_string(kMissing) + " (") != std::string::npos);
+    const std::string arrived = text.substr(text.find("Arrived: "));
+    EXPECT(arrived.find(std::to_string(kMissing)) > arrived.find('.'));
+  });
 }
 
 // Also in the first call, in which ranks of a host wait for each other to share memory.
 TEST(Hosts, aRankThatNeverCallsIsNamed) {
   constexpr int kMissing = 3;
-  runHosts(
-      {0, 0, 1, 1},
-      [&](Communicator& group) {
-        if (group.rank() == kMissing) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(2500));
-          return;
-        }
-        std::vector<int32_t> data(100'000);
-        Call c = call(OpKind::kAllReduce);
-        c.in = c.out = {span(data)};
-        const Status status = run(group, c);
-        EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
-        EXPECT_EQ(status.cause().rank, kMissing);
-      },
-      1500);
+  std::latch areOver(3);
+  runHosts({0, 0, 1, 1}, [&](Communicator& group) {
+    if (group.rank() == kMissing) return areOver.wait();
+    group.setTimeout(std::chrono::milliseconds(1000));
+    std::vector<int32_t> data(100'000);
+    Call c = call(OpKind::kAllReduce);
+    c.in = c.out = {span(data)};
+    const Status status = run(group, c);
+    areOver.count_down();
+    EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+    EXPECT_EQ(status.cause().rank, kMissing);
+  });
 }
 
 // What a rank of the host has given for another call is not added up, also where it is there first:

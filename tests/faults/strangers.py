@@ -142,7 +142,7 @@ def strangers(stage: Stage, connections: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, stage.world(2) as world:
         until = Path(folder) / "enough"
         world.start(job, str(until))
-        time.sleep(1.5)
+        time.sleep(1.0)
         before = resources(world)
         addresses = [address for pid in world.pids for address in listeners(pid)]
         if not addresses:

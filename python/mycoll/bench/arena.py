@@ -37,10 +37,11 @@ class Arena:
     """The windows of a case, and what overwrites the caches before a round."""
 
     def __init__(self, window_bytes: int, world: World, hot: bool, busy_ranks: int) -> None:
+        self.windows: int
         self.windows, evicted = plan(window_bytes, world, hot, busy_ranks)
         self._stride = aligned(window_bytes) + _GAP_BYTES
         memory = self._stride * self.windows
-        self.memory = torch.empty(memory, dtype=torch.uint8, device=world.device)
+        self.memory: torch.Tensor = torch.empty(memory, dtype=torch.uint8, device=world.device)
         self._evictor = torch.zeros(evicted // 8, dtype=torch.int64)
 
     def window(self, index: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

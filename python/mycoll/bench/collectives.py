@@ -151,14 +151,14 @@ class CollectiveWorkload(Workload):
         parted = "part" in (kind.source, kind.target) or case.op == "all_to_all"
         if parted:
             whole = max(1, whole // world.size) * world.size
-        self.size = whole * case.dtype.itemsize
-        self.count = whole // world.size if parted else whole
-        self.bus_factor = kind.bus(world.size)
-        self.copied_bytes = kind.traffic(world.size) * self.size / (2 * world.size)
+        self.size: int = whole * case.dtype.itemsize
+        self.count: int = whole // world.size if parted else whole
+        self.bus_factor: float = kind.bus(world.size)
+        self.copied_bytes: float = kind.traffic(world.size) * self.size / (2 * world.size)
         self._elements = {"all": whole, "part": whole // world.size, "source": 0}
         self._target_offset = aligned(self._elements[kind.source] * case.dtype.itemsize)
         target_bytes = aligned(self._elements[kind.target] * case.dtype.itemsize)
-        self.touched_bytes = self._target_offset + target_bytes
+        self.touched_bytes: int = self._target_offset + target_bytes
         self._arena = Arena(self.touched_bytes, world, hot, self.busy_ranks)
 
     def refill(self) -> None:

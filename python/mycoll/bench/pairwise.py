@@ -32,14 +32,14 @@ class _Pairwise(Workload):
         super().__init__(case, world)
         if world.size < 2:
             raise Unsupported(f"{case.op} needs two ranks")
-        self.count = max(1, case.size // case.dtype.itemsize)
-        self.size = self.count * case.dtype.itemsize
-        self.talks = world.rank in PAIR
-        self.peer = 1 - world.rank
+        self.count: int = max(1, case.size // case.dtype.itemsize)
+        self.size: int = self.count * case.dtype.itemsize
+        self.talks: bool = world.rank in PAIR
+        self.peer: int = 1 - world.rank
         self._offset = aligned(self.size)
-        self.touched_bytes = 2 * self._offset
-        self.copied_bytes = self.size / world.size
-        self.arena = Arena(self.touched_bytes, world, hot or not self.talks, self.busy_ranks)
+        self.touched_bytes: int = 2 * self._offset
+        self.copied_bytes: float = self.size / world.size
+        self.arena: Arena = Arena(self.touched_bytes, world, hot or not self.talks, self.busy_ranks)
 
     def refill(self) -> None:
         self.arena.refill(self.case.dtype)

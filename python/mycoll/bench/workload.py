@@ -19,7 +19,7 @@ from mycoll.bench.world import World
 # So few calls do not fill a device's queue: behind a full one, a call waits for the device.
 _UNTHROTTLED_CALLS = 50
 
-now = time.perf_counter_ns
+now: Callable[[], int] = time.perf_counter_ns
 
 
 def time_calls(

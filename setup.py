@@ -171,6 +171,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
             (target / module.parent.name).mkdir(parents=True)
             shutil.copy2(module, target / module.parent.name)
         shutil.copy2(tree / "module/libmycoll.so", target)
+        if not self.editable_mode:
+            shutil.copy2(ROOT / "docs/errors.md", target)  # for `mycoll explain`
 
 
 setup(

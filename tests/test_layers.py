@@ -166,7 +166,7 @@ _create
 groups replace rendezvous launch
 elastic
 black_box
-status timeline metrics trace doctor
+status timeline metrics trace explain doctor
 bench.options bench.result bench.plot bench.report bench.compare
 bench.world bench.arena bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds

@@ -112,8 +112,25 @@ void stayIfExiting() {
 
 namespace {
 
-[[noreturn]] void throwAs(const Status& status) {
-  const std::string& message = status.message();
+constexpr const char kStarting[] = "starting";
+
+// The part of docs/errors.md that explains such errors; null: their text is enough.
+const char* familyOf(Code code) {
+  switch (code) {
+    case Code::kMismatch: return "different-collectives";
+    case Code::kDeadlock: return "ranks-wait-for-each-other";
+    case Code::kTimeout: return "an-operation-timed-out";
+    case Code::kPeerLost: return "a-rank-is-late-or-gone";
+    case Code::kNetwork: return "connections-and-resources";
+    case Code::kStore: return kStarting;
+    case Code::kAborted: return "the-group-was-aborted-or-destroyed";
+    default: return nullptr;
+  }
+}
+
+[[noreturn]] void throwAs(const Status& status, const char* family) {
+  std::string message = status.message();
+  if (family != nullptr) message += std::string("\n  Help: mycoll explain ") + family;
   switch (status.code()) {
     case Code::kInvalidArgument: throwArgumentError(message);
     case Code::kUnsupported: C10_THROW_ERROR(NotImplementedError, message);
@@ -133,9 +150,7 @@ namespace {
   C10_THROW_ERROR(DistBackendError, message);
 }
 
-}  // namespace
-
-void throwStatus(const Status& status) {
+[[noreturn]] void throwAndNote(const Status& status, const char* family) {
   switch (status.code()) {
     case Code::kInvalidArgument:
     case Code::kUnsupported:
@@ -144,7 +159,16 @@ void throwStatus(const Status& status) {
     default:
       if (quietScopes == 0 && isMainThread()) RaisedFailures::get().add(status);
   }
-  throwAs(status);
+  throwAs(status, family);
+}
+
+}  // namespace
+
+void throwStatus(const Status& status) { throwAndNote(status, familyOf(status.code())); }
+
+void throwIfNotFormed(const Status& status) {
+  if (status.ok()) return;
+  throwAndNote(status, status.code() == Code::kTimeout ? kStarting : familyOf(status.code()));
 }
 
 QuietScope::QuietScope() { ++quietScopes; }
@@ -166,8 +190,9 @@ void raiseInMainThread(const Status& status, uint64_t since, std::function<bool(
 std::exception_ptr toException(const Status& status) {
   if (status.ok()) return nullptr;
   try {
-    throwAs(status.code() == Code::kInterrupted ? Status(Code::kAborted, status.message())
-                                                : status);
+    const Status thrown =
+        status.code() == Code::kInterrupted ? Status(Code::kAborted, status.message()) : status;
+    throwAs(thrown, familyOf(thrown.code()));
   } catch (...) {
     return std::current_exception();
   }

@@ -42,6 +42,8 @@ uint64_t raisedSoFar();
 inline void throwIfFailed(const Status& status) {
   if (!status.ok()) throwStatus(status);
 }
+// For the errors of making a group, which docs/errors.md explains elsewhere.
+void throwIfNotFormed(const Status& status);
 
 c10d::WorkResult toWorkResult(const Status& status);
 

@@ -129,7 +129,7 @@ void Generations::reconfigure(
     former = {};
   }
   std::shared_ptr<Communicator> formed;
-  throwIfFailed(endpoint_->form(number, handles, timeout, &formed));
+  throwIfNotFormed(endpoint_->form(number, handles, timeout, &formed));
   Generation next = make(formed);
   whenFormed(formed);
   replace(std::move(next));

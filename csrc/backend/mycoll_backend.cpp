@@ -93,14 +93,14 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
 #if MYCOLL_TORCH_HAS_RECONFIGURE
   if (options->enable_reconfigure) {
     std::unique_ptr<Endpoint> endpoint;
-    throwIfFailed(Endpoint::make(std::move(group), &endpoint));
+    throwIfNotFormed(Endpoint::make(std::move(group), &endpoint));
     identity.globalRanks.clear();
     return c10::make_intrusive<MycollBackend>(rank, size, nullptr, std::move(identity),
                                               std::move(options), std::move(makeDevice),
                                               std::move(endpoint));
   }
 #endif
-  throwIfFailed(
+  throwIfNotFormed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
   const bool isOfJob = identity.isOfJob;
   auto made = c10::make_intrusive<MycollBackend>(communicator, std::move(identity),
@@ -151,7 +151,7 @@ std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name, M
   std::unique_ptr<Endpoint> endpoint;
   GroupOptions options = groupOptions(name, made.fetch_add(1), 1, timeout);
   options.storeHost = storeHost;
-  throwIfFailed(Endpoint::make(std::move(options), &endpoint));
+  throwIfNotFormed(Endpoint::make(std::move(options), &endpoint));
   return endpoint;
 }
 
@@ -161,7 +161,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::form(Endpoint& endpoint, int64_
                                                       c10::intrusive_ptr<MycollOptions> options,
                                                       DeviceFactory makeDevice) {
   std::shared_ptr<Communicator> communicator;
-  throwIfFailed(endpoint.form(number, handles, timeout, &communicator));
+  throwIfNotFormed(endpoint.form(number, handles, timeout, &communicator));
   Identity identity{communicator->options().name, {}, /*isOfJob=*/false, {}};
   return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
                                             std::move(makeDevice));

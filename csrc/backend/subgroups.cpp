@@ -58,7 +58,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
   if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
   checkTimeout(caller, options->timeout);
   std::shared_ptr<Communicator> communicator;
-  throwIfFailed(Communicator::shrink(*parent, suffix, members, &communicator));
+  throwIfNotFormed(Communicator::shrink(*parent, suffix, members, &communicator));
   return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
                                             generations_.makeDevice());
 }

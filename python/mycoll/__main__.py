@@ -57,6 +57,7 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
         "status": ("what running ranks do now, and which waits for which", in_module("status")),
         "top": ("the same, updated every second", in_module("status", watch=True)),
         "trace": ("what the ranks did last: which is missing, which differs", in_module("trace")),
+        "explain": ("what an error means, and what to do", in_module("explain")),
         "metrics": ("counters of this host's ranks, for Prometheus", in_module("metrics")),
         "bench": ("time collectives beside gloo and nccl", in_module("bench")),
         "faults": ("break ranks on purpose, and time how the others notice", faults.main),

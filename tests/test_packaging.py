@@ -581,6 +581,7 @@ def test_wheel(tmp_path: Path) -> None:
     assert f"Requires-Dist: torch=={MINOR}.*" in metadata
     assert "Requires-Dist: numpy" in metadata
     assert (site / "mycoll/py.typed").exists() and (site / "mycoll/_C.pyi").exists()
+    assert (site / "mycoll/errors.md").read_text() == (ROOT / "docs/errors.md").read_text()
     code = INIT.format(backend="mycoll") + "import torch\ndist.all_reduce(torch.ones(3))"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environment["PYTHONPATH"] = str(site)

@@ -49,7 +49,7 @@ def test_it_holds_a_module_for_each_minor(wheel: Path, site: Path) -> None:
     metadata = next(site.glob("*.dist-info/METADATA")).read_text()
     [required] = re.findall(r"^Requires-Dist: torch([<>].*)", metadata, re.MULTILINE)
     assert sorted(required.split(",")) == ["<2.16", ">=2.11"]
-    for name in ("_C.py", "_C.pyi", "py.typed"):
+    for name in ("_C.py", "_C.pyi", "py.typed", "errors.md"):
         assert (site / "mycoll" / name).exists()
 
 

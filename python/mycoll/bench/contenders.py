@@ -6,8 +6,11 @@ benchmarks/peers adds MPIs to them.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib
+import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -149,9 +152,12 @@ class CopyContender(Contender):
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
-            pointers = (target.data_ptr(), source.data_ptr(), count)
-            call = partial(self._copy, *pointers) if self._copy else partial(target.copy_, source)
-            self._calls.append(call)
+            self._calls.append(self._call(target, source))
+
+    def _call(self, target: torch.Tensor, source: torch.Tensor) -> Call:
+        if self._copy is None:
+            return partial(target.copy_, source)
+        return partial(self._copy, target.data_ptr(), source.data_ptr(), target.numel())
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
@@ -165,6 +171,31 @@ class CopyContender(Contender):
     def release(self) -> None:
         self._arena = None
         self._calls = []
+
+
+def _copy_from_peer(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+    """A copy of the next rank's `source` by the kernel. All ranks of this host make one."""
+    places = world.gather_all((os.getpid(), source.data_ptr()))
+    process, address = places[(world.rank + 1) % world.size]
+    ours, theirs = (
+        ctypes.create_string_buffer(struct.pack("PN", place, target.numel()))
+        for place in (target.data_ptr(), address)
+    )
+    return partial(ctypes.CDLL(None).process_vm_readv, process, ours, 1, theirs, 1, 0)
+
+
+def _can_copy_from_peer(world: World) -> bool:
+    source = torch.zeros(8, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    is_near = world.local_size == world.size
+    return is_near and all(world.gather_all(_copy_from_peer(world, target, source)() == 8))
+
+
+class PeerCopyContender(CopyContender):
+    """As CopyContender, but the kernel copies from another rank's memory, as single copy does."""
+
+    def _call(self, target: torch.Tensor, source: torch.Tensor) -> Call:
+        return _copy_from_peer(self.world, target, source)
 
 
 def _new_group(name: str, options: Options) -> Group:
@@ -219,6 +250,10 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             found.append(CopyContender("copy-nt", world, options, streaming))
         else:
             absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
+        if _can_copy_from_peer(world):
+            found.append(PeerCopyContender("copy-peer", world, options, None))
+        else:
+            absent.append("copy-peer: a rank cannot read the memory of the next one")
     return found, absent
 
 

@@ -467,6 +467,8 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
 }
 
 void Communicator::endLeaving() {
+  // Another thread may have called a collective since leave().
+  if (!hasFailed() && !queue_.isEmpty()) group_.membership.failHost();
   group_.membership.endLeaving(destroyed());
   queue_.run(0);
   group_.engine->mesh()->progress();

@@ -142,10 +142,10 @@ void Membership::failLocked(const Status& why, bool notifiesOthers, uint64_t fro
   }
   endsFrom_.store(group_.options.isExternal ? 0 : from, std::memory_order_relaxed);
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
-  // If only this rank is leaving, the group lives on for the others. Precedes hasFailed_: a thread
+  // If this rank has only left, the group lives on for the others. Precedes hasFailed_: a thread
   // that sees that ends its call, and may write to tensors that other ranks still read
   // (ReadInTime).
-  if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
+  if (Arena* arena = this->arena(); arena && state_ != State::kLeft) arena->fail(cause_);
   hasFailed_.store(true, std::memory_order_release);
   group_.record.fail(cause_);
   mailbox_.failFrom(failedFrom_, cause_);

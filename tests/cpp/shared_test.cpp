@@ -167,6 +167,9 @@ std::atomic<bool> refusesReads{false}, refusesOwn{false};
 // The process ends when it begins to read another one.
 std::atomic<bool> endsAtRead{false};
 
+// This process begins to read others when that one has ended.
+const PeerAddress* readsAfterEndOf = nullptr;
+
 extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long locals,
                                     const iovec* remote, unsigned long remotes,
                                     unsigned long flags) {
@@ -174,6 +177,11 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long
       reinterpret_cast<decltype(&process_vm_readv)>(dlsym(RTLD_NEXT, "process_vm_readv"));
   if (pid == getpid() ? refusesOwn : refusesReads) return errno = EPERM, -1;
   if (pid != getpid() && endsAtRead) _exit(0);
+  const PeerAddress* const ends = pid != getpid() ? readsAfterEndOf : nullptr;
+  const Deadline deadline = Deadline::after(std::chrono::seconds(20));
+  while (ends && isLiving(lookAtProcess(ends->pid, ends->startTicks)) && !deadline.expired()) {
+    usleep(1000);
+  }
   return next(pid, local, locals, remote, remotes, flags);
 }
 
@@ -575,6 +583,32 @@ TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
   });
 }
 
+// As above, but the group fails while the rank leaves it: its operation times out.
+TEST(SharedTensors, anOperationThatTimesOutWhileItsRankLeavesSpoilsTheCollective) {
+  std::atomic<bool> hasLeft{false};
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    Elements data(true, PeerMemory::kLeastShared);
+    data.fill(group.rank(), 0);
+    Call broadcast = call(OpKind::kBroadcast);
+    broadcast.root = 0;
+    broadcast.out = {data.span()};
+    EXPECT_OK(run(group, broadcast));
+    if (group.rank() == 0) {
+      const OpPtr op =
+          group.submit(broadcast, nullptr, /*willWait=*/false, std::chrono::milliseconds(100));
+      group.close(Deadline::after(std::chrono::seconds(20)), "");
+      EXPECT(!group.wait(op, Deadline::never()).ok());
+      data.fill(2, 0);
+      hasLeft = true;
+      return;
+    }
+    while (!hasLeft) std::this_thread::yield();
+    const Status status = run(group, broadcast);
+    EXPECT(status.code() == Code::kTimeout);
+    EXPECT_EQ(status.cause().rank, 1);
+  });
+}
+
 // The locations that a peer sends are checked before they are used.
 TEST(SharedTensors, offersAreJudged) {
   ArenaShape shape;
@@ -694,6 +728,25 @@ TEST(SingleCopy, memoryThatCannotBeReadIsStaged) {
     EXPECT_EQ(stagedBytes(*group.arena()) > 0, group.rank() == 1);
     out.expect([](size_t i) { return element(static_cast<int>(i / kCount), i % kCount); },
                "all_gather");
+  });
+}
+
+// A rank that has read everything may leave and end, also while a slower one still reads.
+TEST(SingleCopy, aReaderThatEndsDoesNotDisturbAnother) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
+  runProcesses(3, [](Communicator& group) {
+    constexpr size_t kCount = 100'000;
+    Elements data(false, kCount);
+    Call broadcast = call(OpKind::kBroadcast);
+    broadcast.root = 0;
+    broadcast.out = {data.span()};
+    data.fill(group.rank(), 0);
+    ASSERT_OK(run(group, broadcast));
+    data.fill(group.rank() + 3, 0);
+    group.setTimeout(std::chrono::seconds(30));
+    if (group.rank() == 1) readsAfterEndOf = &group.address().peers[2];
+    EXPECT_OK(run(group, broadcast));
+    data.expect([](size_t i) { return element(3, i); }, "broadcast");
   });
 }
 

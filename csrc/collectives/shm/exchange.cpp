@@ -66,11 +66,11 @@ Published published(const Call& call, int rank) {
 
 // Awaited after the last piece was read. Not ok: the group has failed meanwhile, so the owner may
 // have used the memory for something else. Not ready while a rank writes the cause, because the
-// owner may not have waited for that; and not if a process has ended: the group is about to fail.
+// owner may not have waited for that; and not if an owner has ended: the group is about to fail.
 class ReadInTime final : public Condition {
  public:
   explicit ReadInTime(const ShmGroup& group)
-      : arena_(group.arena), areAlive_(group.memory.areProcessesAlive()) {}
+      : arena_(group.arena), areAlive_(group.memory.areOwnersAlive(group.arena)) {}
   bool ready() override {
     // Reads the state after the data. An owner that writes data marks the failure before:
     // Arena::fail().

@@ -249,7 +249,7 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
   MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, sizeof(address)));
   processes_.clear();
   processes_.resize(static_cast<size_t>(ranks));
-  lives_.clear();
+  lives_.assign(static_cast<size_t>(ranks), {-1, POLLIN, 0});
   bool canReadAll = use_ != SingleCopyUse::kOff;
   for (int rank = 0; rank < ranks && canReadAll; ++rank) {
     if (rank == self_) continue;
@@ -260,8 +260,10 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
     }
     const PeerAddress& peer = peers[rank];
     canReadAll = peer.pidSpace == peers[self_].pidSpace && canRead(peer, theirs, &processes_[rank]);
+    if (canReadAll) lives_[rank].fd = processes_[rank].fd->get();
   }
-  canReadAll = canReadAll && areProcessesAlive();  // so what they read was those processes' memory
+  // If all live, what this rank has read was those processes' memory.
+  canReadAll = canReadAll && areAlive([](int) { return true; });
   *arena.beginBlob(1) = static_cast<char>(canReadAll);
   MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, 1));
   access_ = Access::kGranted;
@@ -284,12 +286,20 @@ bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* pro
   process->pid = peer.pid;
   process->fd = SingleCopy::process().watch(peer.pid, peer.startTicks);
   if (!process->fd) return false;
-  lives_.push_back({process->fd->get(), POLLIN, 0});
   return readProcess(peer.pid, uid.data(), address, uid.size()) == 0 && uid == peer.uid;
 }
 
-bool PeerMemory::areProcessesAlive() const {
-  return lives_.empty() || ::poll(lives_.data(), lives_.size(), 0) <= 0;
+template <typename Counts>
+bool PeerMemory::areAlive(Counts counts) const {
+  if (lives_.empty() || ::poll(lives_.data(), lives_.size(), 0) <= 0) return true;
+  for (size_t rank = 0; rank < lives_.size(); ++rank) {
+    if (lives_[rank].revents != 0 && counts(static_cast<int>(rank))) return false;
+  }
+  return true;
+}
+
+bool PeerMemory::areOwnersAlive(const Arena& arena) const {
+  return areAlive([&arena](int rank) { return arena.isOffer(rank); });
 }
 
 void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {
@@ -342,7 +352,7 @@ Task PeerMemory::unreadable(ShmGroup group, int rank) const {
   if (error_ == 0) {
     co_return Status(Code::kInternal, who + " offers memory that it has not shared" + call);
   }
-  if (error_ == ESRCH || !areProcessesAlive() || group.arena.isFailing() ||
+  if (error_ == ESRCH || !areOwnersAlive(group.arena) || group.arena.isFailing() ||
       group.arena.hasFailed()) {
     GroupFailed failed(group.arena, rank);
     co_await failed;

@@ -108,8 +108,9 @@ class PeerMemory {
   // The end of a collective in which this part could not be read. Waits for the group's failure if
   // the rank's process has ended.
   Task unreadable(ShmGroup group, int rank) const;
-  // Whether what was read from the processes was theirs: none of them has ended.
-  bool areProcessesAlive() const;
+  // Whether what was read from the processes was theirs: no rank has ended that offers its tensors
+  // in this collective. A rank that offers nothing may have left, and have ended, already.
+  bool areOwnersAlive(const Arena& arena) const;
 
   // ---- for shmMeasure()
   bool hasAccess() const { return access_ == Access::kGranted; }
@@ -154,6 +155,9 @@ class PeerMemory {
   const char* find(int rank, const SharedSpan& offered, size_t offset, size_t bytes) const;
   bool readProcessOf(int rank, const SharedSpan& offered, size_t offset, const Span& to);
   void forgetDropped();
+  // Whether no process has ended, or none of a rank for which `counts` is true.
+  template <typename Counts>
+  bool areAlive(Counts counts) const;
   bool canRead(const PeerAddress& peer, uint64_t address, Process* process);
 
   const int self_;
@@ -161,7 +165,7 @@ class PeerMemory {
   std::map<Name, Known> known_;
   Access access_ = Access::kUnknown;
   std::vector<Process> processes_;     // by rank
-  mutable std::vector<pollfd> lives_;  // their pidfds, for poll()
+  mutable std::vector<pollfd> lives_;  // by rank: their pidfds, for poll(); -1: this rank
   SingleCopy::Choice forced_ = SingleCopy::Choice::kUnknown;
   std::map<SingleCopy::Case, Chosen> chosen_;  // by all ranks of the group
   std::optional<Question> question_;

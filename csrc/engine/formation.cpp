@@ -17,6 +17,7 @@
 #include "engine/invitation.h"
 #include "engine/roster.h"
 #include "engine/round.h"
+#include "transport/tcp/tls.h"
 
 namespace mycoll {
 namespace {
@@ -642,8 +643,12 @@ Status Root::handleReport(const Round::Report& report) {
     return tooLate(report.rank, sanitized(report.why.message()), missing());
   }
   if (report.kind == Kind::kUnauthenticated) {
+    const Tls* const tls = engine_->mesh()->options().tls.get();
     return error(Code::kInvalidArgument,
-                 report.why.message() + ": MYCOLL_SECRET_FILE must be the same everywhere");
+                 report.why.message() +
+                     (tls && tls->usesCertificates()
+                          ? ": each rank needs a certificate by an authority that the others trust"
+                          : ": MYCOLL_SECRET_FILE must be the same everywhere"));
   }
   hasChanged_ = isRoundUrgent_ = true;
   lastChange_ = Clock::now();

@@ -452,6 +452,21 @@ TEST(Tls, openSslReadsAndWritesTheSameRecords) {
   }
 }
 
+TEST(Tls, whatCameBeforeTheEndIsReadAfterAFailureToSend) {
+  Line line;
+  line.shakeHands();
+  line.give(1, line.sealed("last"));
+  ASSERT(shutdown(line.middle[1].get(), SHUT_RDWR) == 0);
+  char byte = 0;
+  const Span part{&byte, 1};
+  EXPECT_EQ(line.end[1]->write(&part, 1), -1);
+  EXPECT_EQ(errno, EPIPE);
+  std::string got;
+  EXPECT_EQ(line.read(1, &got), 4);
+  EXPECT_EQ(got, "last");
+  EXPECT_EQ(line.read(1, &got), -1);
+}
+
 TEST(Tls, theEndOfTheStreamIsReported) {
   Line line;
   line.shakeHands();

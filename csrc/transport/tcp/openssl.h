@@ -79,6 +79,7 @@ constexpr uint64_t kNoAtExit = 0x00080000;
   FUNCTION(void, SSL_set_connect_state, (Ssl*))                                            \
   FUNCTION(void, SSL_set_accept_state, (Ssl*))                                             \
   FUNCTION(int, SSL_do_handshake, (Ssl*))                                                  \
+  FUNCTION(const char*, SSL_alert_desc_string_long, (int))                                 \
   FUNCTION(int, SSL_session_reused, (const Ssl*))                                          \
   FUNCTION(int, SSL_get_error, (const Ssl*, int))                                          \
   FUNCTION(int, SSL_has_pending, (const Ssl*))                                             \

@@ -142,7 +142,7 @@ Status Tls::make(const TlsFiles& files, std::shared_ptr<const Tls>* result) {
 
 std::string Tls::describe() const {
   const char* const cipher = cipher_.load(std::memory_order_relaxed);
-  return std::string("TLS 1.3 ") + (key_.empty() ? "certificates" : "PSK") +
+  return std::string("TLS 1.3 ") + (usesCertificates() ? "certificates" : "PSK") +
          (cipher ? std::string(", ") + cipher : "");
 }
 
@@ -222,16 +222,17 @@ TlsSocket::State TlsSocket::shakeHands() {
   const bool isSent = flush();
   if (result == 1 && isSent) return state_ = finishHandshake() ? State::kOpen : State::kFailed;
   const bool isWaiting = !isSent || library_.SSL_get_error(ssl_, result) == openssl::kErrorWantRead;
-  if (isWaiting && error_ == 0) return state_;
+  const bool isBroken = sendError_ != 0 || receiveError_ != 0;
+  if (isWaiting && !isBroken) return state_;
   const char* reason = library_.ERR_reason_error_string(library_.ERR_peek_error());
   if (!reason) reason = "the handshake failed";
-  if (!isAtEnd_ && error_ == 0) failure_ = std::string("TLS: ") + reason;
+  if (!isAtEnd_ && !isBroken) failure_ = std::string("TLS: ") + reason;
   return state_ = State::kFailed;
 }
 
 bool TlsSocket::finishHandshake() {
   // A peer that shows a certificate instead of the key has not proved its identity.
-  if (!tls_->key_.empty() && library_.SSL_session_reused(ssl_) != 1) {
+  if (!tls_->usesCertificates() && library_.SSL_session_reused(ssl_) != 1) {
     failure_ = "it has not proved that it knows the key";
     return false;
   }
@@ -273,7 +274,7 @@ bool TlsSocket::flush() {
     if (sent >= 0) {
       out_.begin += static_cast<size_t>(sent);
     } else if (errno != EINTR) {
-      if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) error_ = errno;
+      if (errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) sendError_ = errno;
       return false;
     }
   }
@@ -281,8 +282,8 @@ bool TlsSocket::flush() {
 }
 
 ssize_t TlsSocket::write(const Span* parts, int count) {
-  if (error_ != 0) return errno = error_, -1;
-  if (!flush()) return error_ == 0 ? 0 : (errno = error_, -1);
+  if (sendError_ != 0) return errno = sendError_, -1;
+  if (!flush()) return sendError_ == 0 ? 0 : (errno = sendError_, -1);
   size_t total = 0;
   for (int i = 0; i < count; ++i) total += parts[i].bytes;
   const size_t end = std::min(total, kBatchBytes);
@@ -304,10 +305,10 @@ ssize_t TlsSocket::write(const Span* parts, int count) {
     sealed = sealer_->seal(RecordCipher::kData, parts, taken, bytes, sealed);
     taken += bytes;
   }
-  if (!sealed) return errno = error_ = EBADMSG, -1;
+  if (!sealed) return errno = sendError_ = EBADMSG, -1;
   out_.end = static_cast<size_t>(sealed - out_.data.get());
   if (flush()) return static_cast<ssize_t>(taken);
-  if (error_ != 0) return errno = error_, -1;
+  if (sendError_ != 0) return errno = sendError_, -1;
   isHeldBack_ = true;
   return static_cast<ssize_t>(taken) - 1;
 }
@@ -322,9 +323,9 @@ ssize_t TlsSocket::read(void* data, size_t bytes) {
       done += taken;
     } else if (const ssize_t opened = openRecord(into, bytes - done); opened >= 0) {
       done += static_cast<size_t>(opened);
-    } else if (isAtEnd_ || error_ != 0) {
+    } else if (isAtEnd_ || receiveError_ != 0) {
       if (done > 0) break;  // the next call reports it
-      errno = error_;
+      errno = receiveError_;
       return -1;
     } else {
       hasMore_ = false;
@@ -336,10 +337,10 @@ ssize_t TlsSocket::read(void* data, size_t bytes) {
 ssize_t TlsSocket::openRecord(char* data, size_t bytes) {
   size_t record = 0;
   for (;;) {
-    if (error_ != 0) return -1;
+    if (receiveError_ != 0) return -1;
     const size_t there = in_.end - in_.begin;
     record = RecordCipher::sizeOf(in_.data.get() + in_.begin, there);
-    if (record == RecordCipher::kTooLong) return error_ = EBADMSG, -1;
+    if (record == RecordCipher::kTooLong) return receiveError_ = EBADMSG, -1;
     if (record != 0 && record <= there) break;
     in_.makeRoom(record <= kShortReadBytes ? kShortReadBytes : kReadBytes);
     const ssize_t got = receive(in_.data.get() + in_.end, in_.room - in_.end);
@@ -358,18 +359,24 @@ ssize_t TlsSocket::openRecord(char* data, size_t bytes) {
   }
   const bool isKeyUpdate = type == RecordCipher::kHandshake && contentBytes == sizeof(kKeyUpdate) &&
                            std::memcmp(content, kKeyUpdate, sizeof(kKeyUpdate)) == 0;
-  if (!isKeyUpdate) return error_ = EBADMSG, -1;
+  if (type == RecordCipher::kAlert && contentBytes == 2) {
+    // A server checks a client's certificate when the client has its keys already.
+    const auto alert = static_cast<unsigned char>(content[1]);
+    failure_ = std::string("TLS: the peer reports: ") + library_.SSL_alert_desc_string_long(alert);
+  }
+  if (!isKeyUpdate) return receiveError_ = EBADMSG, -1;
   opener_->changeKey();
   return 0;
 }
 
-// As recv(), but remembers what it finds: 0 and -1 with isAtEnd_ or error_, else there is nothing.
+// As recv(), but remembers what it finds: 0 and -1 with isAtEnd_ or receiveError_, else there is
+// nothing.
 ssize_t TlsSocket::receive(char* data, size_t bytes) {
   while (isReadable_) {
     const ssize_t got = recv(socket_, data, bytes, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) break;
-    if (got < 0) error_ = errno;
+    if (got < 0) receiveError_ = errno;
     if (got == 0) isAtEnd_ = true;
     // The next byte raises a new event.
     if (got > 0 && static_cast<size_t>(got) < bytes && !isClosed_) isReadable_ = false;
@@ -398,7 +405,7 @@ int TlsSocket::receiveCallback(openssl::Bio* bio, char* data, int bytes) {
   auto* const self = static_cast<TlsSocket*>(library.BIO_get_data(bio));
   library.BIO_clear_flags(bio, openssl::kBioRetryFlags);
   const ssize_t got = self->receive(data, static_cast<size_t>(bytes));
-  if (got < 0 && self->error_ == 0) library.BIO_set_flags(bio, openssl::kBioRetryRead);
+  if (got < 0 && self->receiveError_ == 0) library.BIO_set_flags(bio, openssl::kBioRetryRead);
   return static_cast<int>(got);
 }
 

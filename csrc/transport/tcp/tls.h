@@ -49,6 +49,8 @@ class Tls {
   Tls(const Tls&) = delete;
   Tls& operator=(const Tls&) = delete;
 
+  // The ranks prove their identity by certificates, not by a common secret.
+  bool usesCertificates() const { return key_.empty(); }
   // [any thread] "TLS 1.3 PSK, AES-128-GCM"; without a cipher until a socket has been opened.
   std::string describe() const;
 
@@ -118,7 +120,7 @@ class TlsSocket {
   bool flush();
   ssize_t receive(char* data, size_t bytes);
   // Opens the next record. Its content goes to `data` if there is room for it, else to content_.
-  // Returns the bytes written to `data`; or -1: there is no record yet, or error_ is set.
+  // Returns the bytes written to `data`; or -1: there is no record yet, or receiveError_ is set.
   ssize_t openRecord(char* data, size_t bytes);
 
   const std::shared_ptr<const Tls> tls_;
@@ -130,8 +132,9 @@ class TlsSocket {
   // Until the handshake is over, and the secrets of the client's and of the server's records.
   openssl::Ssl* ssl_ = nullptr;
   std::optional<Digest> secrets_[2];
-  // errno of a failure of the socket, or EBADMSG: what arrived is not what the peer has sent.
-  int error_ = 0;
+  // errno of a failure of the socket, or EBADMSG: what arrived is not what the peer has sent. After
+  // a failure to send, what the peer has sent before can still be read.
+  int sendError_ = 0, receiveError_ = 0;
 
   // Receiving.
   std::optional<RecordCipher> opener_;

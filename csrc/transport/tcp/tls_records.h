@@ -24,7 +24,7 @@ class RecordCipher {
   static constexpr size_t kTagBytes = 16;
   static constexpr size_t kOverhead = kHeaderBytes + 1 + kTagBytes;  // and the type
   static constexpr size_t kMaxRecord = kMaxContent + kOverhead;
-  enum Type : uint8_t { kInvalid = 0, kHandshake = 22, kData = 23 };
+  enum Type : uint8_t { kInvalid = 0, kAlert = 21, kHandshake = 22, kData = 23 };
 
   // AES-128-GCM or ChaCha20-Poly1305. secret: the traffic secret of this direction (section 7.1).
   // Throws std::bad_alloc.

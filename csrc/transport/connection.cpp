@@ -146,6 +146,9 @@ void Connection::open(Link link) {
 }
 
 void Connection::add(Link link) {
+  // Events of the time when the socket had no receiver went to nobody: the end of the peer may have
+  // been among them.
+  local_.sleeper.watchAgain(link.receiver->fd());
   sender_.add(std::move(link.sender), link.isShm);
   receiver_.add(std::move(link.receiver));
   if (local_.asleep > 0) setAsleep(true);

@@ -3,6 +3,7 @@
 #include <netdb.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -28,7 +29,10 @@
 #include "engine/engine.h"
 #include "meshes.h"
 #include "test.h"
+#include "transport/connection.h"
 #include "transport/handshake.h"
+#include "transport/io_lock.h"
+#include "transport/local.h"
 #include "transport/shm/link.h"
 
 using namespace mycoll;
@@ -218,6 +222,30 @@ TEST(Connecting, theEndOfAPeerIsNotWaitedFor) {
 }
 
 // The names of sockets can be listed by all users of a host; who knows a uid counts as a member.
+// The end of a peer may arrive with its last word of the handshake, before the socket belongs to
+// the connection.
+TEST(Connecting, theEndOfAPeerIsReportedAgain) {
+  Local local{MeshOptions()};
+  ASSERT_OK(local.sleeper.open([](const epoll_event*, int) {}));
+  int sockets[2];
+  ASSERT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, sockets) == 0);
+  ASSERT_OK(local.sleeper.watch(sockets[0]));
+  close(sockets[1]);
+  epoll_event event;
+  const auto next = [&] { return epoll_wait(local.sleeper.epollFd(), &event, 1, 0); };
+  EXPECT_EQ(next(), 1);
+  EXPECT_EQ(next(), 0);
+  PeerAddress peer;
+  peer.uid = "peer";
+  IoMutex io;
+  IoLock lock(io);
+  Connection connection(local, peer);
+  connection.open(local.makeLink(peer, Fd(sockets[0]), nullptr, RingSide::kMaker, nullptr));
+  EXPECT_EQ(next(), 1);
+  EXPECT_EQ(event.data.fd, sockets[0]);
+  EXPECT(event.events & EPOLLRDHUP);
+}
+
 TEST(Connecting, namesOfSocketsHideTheUid) {
   const auto names = [] {
     std::ifstream file("/proc/net/unix");

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,13 @@ def test_interface_and_cores_of_this_machine():
 def test_counts_read_well():
     assert doctor.counted(0, "problem") == "0 problems"
     assert doctor.counted(1, "warning") == "1 warning"
+
+
+@pytest.mark.parametrize("use", ["off", "on"])
+def test_why_single_copy_was_not_measured(use: str) -> None:
+    code = "from mycoll import doctor; print(doctor.describe_copies([]))"
+    environment = {**os.environ, "MYCOLL_SINGLE_COPY": use}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"single copy was not measured: MYCOLL_SINGLE_COPY={use}\n", done

@@ -161,6 +161,24 @@ def test_too_few_ranks_are_an_error() -> None:
     assert (both[1].rank, third[0].rank) == (0, 1)
 
 
+def test_groups_of_different_names_share_a_store() -> None:
+    store = dist.HashStore()
+    members = on_all(lambda i: mycoll.ElasticGroup(store, name=f"group {i}", timeout=TIMEOUT), 2)
+    assert [each.size for each in members] == [1, 1]
+    assert on_all(lambda i: members[i].admit(), 2) == [False, False]
+    assert on_all(lambda i: total(members[i], float(i)), 2) == [0.0, 1.0]
+
+
+def test_a_process_that_ended_before_it_published_is_skipped(tmp_path, monkeypatch) -> None:
+    """It has taken a number. A FileStore raises another error than other stores."""
+    monkeypatch.setattr(mycoll.elastic, "_TO_PUBLISH", timedelta(seconds=0.1))
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), -1)):
+        for expected in ([], ["one"]):
+            dist.PrefixStore("mycoll/members of x", store).add("number", 1)
+            found = mycoll.elastic._publish(store, "x", "one" if not expected else "two")
+            assert found == expected
+
+
 def test_processes_find_each_other_through_any_member() -> None:
     """Each process knows only the one before it."""
     members: list[mycoll.ElasticGroup] = []

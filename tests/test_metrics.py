@@ -146,5 +146,6 @@ def test_command(fresh, tmp_path, monkeypatch, capsys) -> None:
     assert metrics.main([]) == 0
     assert f'rank="0",pid="{numbers[0]}"' in capsys.readouterr().out
     assert metrics.main(["--file", f"{tmp_path}/none/x.prom"]) == 2
-    with pytest.raises(SystemExit):
-        metrics.main(["--every", "1"])
+    for words in (["--every", "1"], ["--file", "."]):
+        with pytest.raises(SystemExit):
+            metrics.main(words)

@@ -354,7 +354,9 @@ def check_transports() -> Iterator[Result]:
 def describe_copies(copies: list[tuple[str, int, int, float, float, bool]]) -> str:
     """Describes what was measured about reading another rank's tensors through the kernel."""
     if not copies:
-        return "single copy is not used: MYCOLL_SINGLE_COPY=off, or the kernel does not permit it"
+        use = next(e["value"] for e in native().environment() if e["name"] == "MYCOLL_SINGLE_COPY")
+        reason = "the kernel does not permit it" if use == "auto" else f"MYCOLL_SINGLE_COPY={use}"
+        return f"single copy was not measured: {reason}"
     by_kind: dict[str, list[str]] = {}
     for kind, _, size, staged, direct, is_used in copies:
         times = f"{show_size(size)} {direct / staged:.2f}{' (used)' if is_used else ''}"

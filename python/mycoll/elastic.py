@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll._log import log
@@ -135,7 +135,7 @@ class ElasticGroup:
         self._joined: set[str] = set()  # have sent this process a join since it formed a group
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
         self._why: list[str] = []
-        known = [*handles, *(_publish(store, self.handle) if store is not None else ())]
+        known = [*handles, *(_publish(store, name, self.handle) if store is not None else ())]
         # The processes that this one knows. In a group: its ranks, in order.
         self._members = [*dict.fromkeys(each for each in known if each != self.handle), self.handle]
         self._meet(ranks or min_ranks, timeout)
@@ -394,16 +394,16 @@ def _discard(group: ProcessGroup) -> None:
     group._get_backend(torch.device("cpu"))._discard()  # type: ignore[attr-defined]
 
 
-def _publish(store: Store, handle: str) -> list[str]:
-    """Publishes the handle; returns those of the processes that have done so before."""
-    number = store.add("mycoll/members", 1)
-    store.set(f"mycoll/member/{number}", handle)
+def _publish(store: Store, name: str, handle: str) -> list[str]:
+    """Publishes the handle; returns those of the group's processes that have done so before."""
+    store = PrefixStore(f"mycoll/members of {name}", store)
+    number = store.add("number", 1)
+    store.set(str(number), handle)
     found = []
     for other in range(1, number):
-        key = f"mycoll/member/{other}"
         try:
-            store.wait([key], _TO_PUBLISH)
-        except DistStoreError:
+            store.wait([str(other)], _TO_PUBLISH)
+        except RuntimeError:  # that of a FileStore is no DistStoreError
             continue  # it has ended before it could
-        found.append(store.get(key).decode())
+        found.append(store.get(str(other)).decode())
     return found

@@ -52,6 +52,8 @@ def main(words: Sequence[str]) -> int:
         "--every", type=_units.seconds, metavar="SECONDS", help="with --file: until Ctrl-C"
     )
     parsed = parser.parse_args(list(words))
+    if parsed.file and not parsed.file.name:
+        parser.error(f"--file {parsed.file} is not the name of a file")
     if parsed.every and not parsed.file:
         parser.error("--every needs --file: what is printed is printed once")
     if not parsed.file:

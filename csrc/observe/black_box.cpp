@@ -300,19 +300,14 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   return number;
 }
 
-std::string BlackBox::Place::describe() const {
-  if (file.empty()) return "";
-  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(line) + " in " + function;
-}
-
-BlackBox::Place BlackBox::placeOf(uint32_t site) const {
+std::string BlackBox::placeOf(uint32_t site) const {
   if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return {};
-  const std::string text = head_ + kSitesAt + site * kSiteBytes;
-  const size_t first = text.find('\n');
-  const size_t second = text.rfind('\n');
-  if (first == text.npos || second == first) return {};
-  return {text.substr(0, first), text.substr(first + 1, second - first - 1),
-          static_cast<int>(std::strtol(text.c_str() + second + 1, nullptr, 10))};
+  const std::string text = head_ + kSitesAt + site * kSiteBytes;  // as intern() has written it
+  const size_t first = text.find('\n'), second = text.rfind('\n');
+  const std::string file = text.substr(first + 1, second - first - 1);
+  if (file.empty()) return {};
+  return file.substr(file.rfind('/') + 1) + ":" + text.substr(second + 1) + " in " +
+         text.substr(0, first);
 }
 
 void BlackBox::join(uint64_t context, int rank) {

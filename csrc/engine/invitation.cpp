@@ -3,7 +3,6 @@
 #include <cstring>
 #include <utility>
 
-#include "base/sanitize.h"
 #include "base/secret.h"
 #include "base/sha256.h"
 #include "transport/mesh.h"
@@ -85,8 +84,7 @@ void Reception::handle(const Event& event) {
   switch (message.content) {
     case Content::kRoster: rosters_.push_back(std::move(message)); break;
     case Content::kError:
-      if (message.text.empty()) return;
-      error_ = statusFromPeer(message.text[0], message.text.substr(1));
+      if (!decodeFailure(message.text, &error_)) return;
       break;
     case Content::kText: texts_.push_back(std::move(message.text)); break;
     default: return;

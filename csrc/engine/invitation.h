@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/sanitize.h"
 #include "base/sha256.h"
 #include "base/status.h"
 #include "transport/event.h"
@@ -46,7 +47,7 @@ class Wakeup {
 struct InvitationMessage {
   enum class Content : char {
     kRoster,  // the text is a roster, encoded
-    kError,   // the receiver's group cannot be made; the text is a code and the reason
+    kError,   // the receiver's group cannot be made; the text is the reason, encoded
     kText,    // a text for the receiver's caller: Endpoint::send()
     kProbe,   // nothing: the sender wants to know whether the reception is open
   };
@@ -54,7 +55,7 @@ struct InvitationMessage {
   InvitationMessage(Content what, std::string_view words)
       : content(what), text(words), digest(sha256(text)) {}
   explicit InvitationMessage(const Status& error)
-      : InvitationMessage(Content::kError, static_cast<char>(error.code()) + error.message()) {}
+      : InvitationMessage(Content::kError, encode(error)) {}
 
   Content content;
   std::string text;

@@ -1,14 +1,13 @@
-#include "engine/membership.h"
-
 #include <algorithm>
 #include <cassert>
-#include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/log.h"
 #include "base/sanitize.h"
 #include "base/topology.h"
 #include "engine/group.h"
+#include "engine/membership.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -18,15 +17,6 @@ using Clock = std::chrono::steady_clock;
 
 // How long collectives before the failed one may still succeed after the failure.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
-
-// The beginning of a kAbort frame's payload; the text follows.
-struct AbortHead {
-  uint64_t from = 0;
-  Cause cause;
-  uint32_t code = 0;
-  uint32_t reserved = 0;
-};
-static_assert(sizeof(AbortHead) == 48);
 
 // The same number on all ranks that lose this process.
 uint64_t incidentOf(const std::string& uid) {
@@ -191,20 +181,20 @@ void Membership::notifyOthers() {
 }
 
 std::string Membership::abortPayload() const {
-  const AbortHead head{failedFrom_, cause_.cause(), static_cast<uint32_t>(cause_.code()), 0};
-  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
-  return payload + cause_.message().substr(0, kMaxControlBytes - payload.size());
+  std::string payload;
+  append(&payload, failedFrom_);
+  return payload + encode(cause_, kMaxControlBytes - payload.size());
 }
 
 void Membership::onAbort(int rank, const std::string& payload) {
-  AbortHead head;
-  if (payload.size() < sizeof(head)) return;
-  std::memcpy(&head, payload.data(), sizeof(head));
-  uint64_t& from = notified_.try_emplace(rank, head.from).first->second;
-  from = std::min(from, head.from);
+  Reader reader(payload);
+  const auto from = reader.value<uint64_t>();
+  Status cause;
+  if (!decodeFailure(reader.rest(), &cause)) return;
+  uint64_t& known = notified_.try_emplace(rank, from).first->second;
+  known = std::min(known, from);
   failureSenders_.insert(rank);
-  failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
-             /*notifiesOthers=*/isLarge_, head.from);
+  failLocked(cause, /*notifiesOthers=*/isLarge_, from);
 }
 
 // ---- ranks that leave or are lost --------------------------------------------------------------

@@ -1,41 +1,29 @@
-#include "engine/round.h"
-
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/sanitize.h"
 #include "base/secret.h"
+#include "engine/round.h"
 #include "kernels/reduce.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
 
-// The beginning of a kAbort frame's payload; the text follows.
-struct ReportHead {
-  int32_t rank = -1;
-  uint32_t kind = 0;
-  uint32_t code = 0;
-  uint32_t reserved = 0;
-};
-
 std::string encode(const Round::Report& report) {
-  const ReportHead head{report.rank, report.kind, static_cast<uint32_t>(report.why.code()), 0};
-  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
-  return payload + report.why.message().substr(0, kMaxControlBytes - payload.size());
+  std::string payload;
+  append(&payload, report.rank);
+  append(&payload, report.kind);
+  return payload + encode(report.why, kMaxControlBytes - payload.size());
 }
 
 bool decode(const std::string& payload, int ranks, Round::Report* report) {
-  ReportHead head;
-  if (payload.size() < sizeof(head)) return false;
-  std::memcpy(&head, payload.data(), sizeof(head));
-  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kUnauthenticated)
-    return false;
-  report->rank = head.rank;
-  report->kind = static_cast<Round::Report::Kind>(head.kind);
-  report->why = statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)));
-  return true;
+  Reader reader(payload);
+  report->rank = reader.value<int>();
+  report->kind = reader.value<Round::Report::Kind>();
+  return decodeFailure(reader.rest(), &report->why) && report->rank >= 0 && report->rank < ranks &&
+         report->kind <= Round::Report::kUnauthenticated;
 }
 
 Round::Report::Kind kindOf(LossReason reason) {
@@ -136,11 +124,9 @@ void Round::join() {
 
 void Round::sendUp(bool isWhole) {
   if (parent_ >= 0) {
-    const auto whole = static_cast<int32_t>(isWhole);
-    std::string payload(reinterpret_cast<const char*>(&whole), sizeof(whole));
-    for (const int32_t rank : std::exchange(unsent_, {})) {
-      payload.append(reinterpret_cast<const char*>(&rank), sizeof(rank));
-    }
+    std::string payload;
+    append(&payload, isWhole);
+    for (const int rank : std::exchange(unsent_, {})) append(&payload, rank);
     mailbox_.sendControl(parent_, FrameKind::kJoined, payload);
   } else if (isWhole && roster_.isComplete() && failure_.ok()) {
     isFormed_ = true;
@@ -152,16 +138,16 @@ void Round::onJoined(int child, const std::string& payload) {
   const auto isSet = [](const std::vector<int>& list, int value) {
     return std::find(list.begin(), list.end(), value) != list.end();
   };
-  if (!isSet(children_, child) || payload.size() < sizeof(int32_t)) return;
-  std::vector<int32_t> values(payload.size() / sizeof(int32_t));
-  std::memcpy(values.data(), payload.data(), values.size() * sizeof(int32_t));
-  for (size_t i = 1; i < values.size(); ++i) {
-    const int rank = values[i];
-    if (rank < 0 || rank >= mailbox_.ranks() || joined_[rank]) continue;
+  if (!isSet(children_, child)) return;
+  Reader reader(payload);
+  const bool isWhole = reader.value<char>() != 0;
+  while (reader.hasMore()) {
+    const int rank = reader.value<int>();
+    if (reader.hasFailed() || rank < 0 || rank >= mailbox_.ranks() || joined_[rank]) continue;
     joined_[rank] = true;
     unsent_.push_back(rank);
   }
-  if (values[0] == 0 || isSet(wholeChildren_, child)) return;
+  if (!isWhole || isSet(wholeChildren_, child)) return;
   wholeChildren_.push_back(child);
   if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);
 }

@@ -463,6 +463,22 @@ TEST(Base, textFromOthersIsSanitised) {
   EXPECT(statusFromPeer(99, "x").code() == Code::kInternal);
 }
 
+TEST(Base, failuresTravelAsBytes) {
+  Cause cause;
+  cause.sequence = 7;
+  cause.rank = 3;
+  const Status failure(Code::kPeerLost, "rank 3 has ended\x1b", cause);
+  Status came;
+  EXPECT(decodeFailure(encode(failure), &came));
+  EXPECT_EQ(came.code(), Code::kPeerLost);
+  EXPECT(came.cause() == cause);
+  EXPECT_EQ(came.message(), "rank 3 has ended?");
+  const size_t head = encode(failure).size() - failure.message().size();
+  EXPECT(decodeFailure(encode(failure, head + 4), &came));
+  EXPECT_EQ(came.message(), "rank");
+  EXPECT(!decodeFailure(encode(failure).substr(0, head - 1), &came));
+}
+
 TEST(Text, listsNumbersWithIntervals) {
   EXPECT_EQ(listNumbers({}), "");
   EXPECT_EQ(listNumbers({3}), "3");

@@ -1,5 +1,3 @@
-#include "engine/communicator.h"
-
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include "base/log.h"
 #include "base/recycler.h"
 #include "base/wait.h"
+#include "engine/communicator.h"
 #include "engine/engine.h"
 #include "engine/formation.h"
 #include "engine/invitation.h"
@@ -30,15 +29,20 @@ constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 // The ranks of the new group, if a group of the job contains all of them.
 KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
-  const std::shared_ptr<Communicator> group = engine.groupWith(options.globalRanks);
-  if (!group) return {};
-  const std::vector<int64_t> ranks = jobRanks(group->options());
-  std::vector<int> members;
-  for (const int64_t rank : options.globalRanks) {
-    members.push_back(
-        static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin()));
+  for (const std::shared_ptr<Communicator>& group : engine.groups()) {
+    if (!group->options().isOfJob || group->membership().isLeaving()) continue;
+    const std::vector<int64_t> ranks = jobRanks(group->options());
+    std::vector<int> members;
+    for (const int64_t rank : options.globalRanks) {
+      const auto found = std::find(ranks.begin(), ranks.end(), rank);
+      if (found == ranks.end()) break;
+      members.push_back(static_cast<int>(found - ranks.begin()));
+    }
+    if (members.size() == options.globalRanks.size()) {
+      return KnownPeers::from(group->address(), members, options.name);
+    }
   }
-  return KnownPeers::from(group->address(), members, options.name);
+  return {};
 }
 
 // The number of ranks that compete with this one for its cores. A container that has only some of

@@ -41,28 +41,23 @@ class Engine {
                         std::shared_ptr<const Seat>* seat);
   // Makes a separate engine: tests give each rank-thread one.
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
-  ~Engine();
 
-  const std::shared_ptr<Mesh>& mesh() const { return progress_->mesh; }
+  const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
 
   void add(const std::shared_ptr<Communicator>& group);
   // Wakes the thread: there is work that no other thread waits for.
-  void wake() { progress_->wake(); }
+  void wake();
   // As wake(), for a message, whose caller most often waits for it next. A thread that has just
   // seen others wait is not woken, and looks by itself a little later.
-  void wakeIfAsleep() { progress_->wakeIfAsleep(); }
+  void wakeIfAsleep();
   // Bracket the wait of a user's thread, which works while it waits.
-  void beginWait() {
-    progress_->waits.fetch_add(Progress::kOneWait + 1, std::memory_order_seq_cst);
-  }
-  void endWait() { progress_->waits.fetch_sub(1, std::memory_order_seq_cst); }
+  void beginWait() { waitCounts_.fetch_add(kOneWait + 1, std::memory_order_seq_cst); }
+  void endWait() { waitCounts_.fetch_sub(1, std::memory_order_seq_cst); }
 
   // The waits of this process, and the thread that it is called from.
-  WaitBoard& waits() { return progress_->board; }
-  Caller& caller() { return progress_->caller; }
-  std::vector<std::shared_ptr<Communicator>> groups() { return progress_->alive(); }
-  // The oldest group of the job that contains all of these ranks of the job; null: there is none.
-  std::shared_ptr<Communicator> groupWith(std::vector<int64_t> ranks);
+  WaitBoard& waits() { return waits_; }
+  Caller& caller() { return caller_; }
+  std::vector<std::shared_ptr<Communicator>> groups();
   // A rank of the job that is lost, in a group that has failed and is not being left: the rank's
   // process, and the group's error.
   struct Loss {
@@ -72,52 +67,28 @@ class Engine {
   // By the rank in the job.
   std::map<int64_t, Loss> losses();
   // A group has received a message for Diagnosis::handleMessages(). [I/O lock]
-  void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
+  void messageCame() { messages_.fetch_add(1, std::memory_order_release); }
   // Lets the groups handle these messages. For a thread that has waited a while.
-  void handleMessages() { progress_->handleMessages(); }
+  void handleMessages();
 
  private:
-  // Outlives the engine if the thread itself drops the last group.
-  struct Progress {
-    std::shared_ptr<Mesh> mesh;
-    Mutex mutex;
-    std::condition_variable woken;
-    std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
-    bool isStopped GUARDED_BY(mutex) = false;
-    // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
-    static constexpr uint64_t kOneWait = uint64_t{1} << 32;
-    std::atomic<uint64_t> waits{0};
-    bool someoneWaits() const { return waits.load(std::memory_order_relaxed) % kOneWait > 0; }
-    // The thread's activity. A caller that brings it work must wake it unless it is working.
-    // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
-    enum Activity { kWorking, kWaiting, kSleeping };
-    std::atomic<int> activity{kWorking};
-    uint64_t wakeUps GUARDED_BY(mutex) = 0;
-    std::chrono::steady_clock::time_point nextChores;  // used by the thread only
-    WaitBoard board;
-    Caller caller;
-    std::atomic<int> messages{0};
-
-    std::vector<std::shared_ptr<Communicator>> alive();
-    void handleMessages();
-
-    void wake();
-    void wakeIfAsleep();
-    void run();
-    void work();
-    void waitForWork(uint64_t seenWakeUps);
-    bool workOnce(bool* isNeeded, bool* advanced);
-    void doChores();
-    bool stopped();
-  };
-
   Engine() = default;
+  void stop();
   // Whether another rank of the same group has a seat here.
   bool isTakenFor(const Seat& rank) const;
+  bool someoneWaits() const { return waitCounts_.load(std::memory_order_relaxed) % kOneWait > 0; }
+
+  // ---- the thread
+  void run();
+  void work();
+  void waitForWork(uint64_t seenWakeUps);
+  bool workOnce(bool* isNeeded, bool* advanced);
+  void doChores();
+  bool isStopped();
 
   // The seats of its ranks. Guarded by the lock of all engines of the process.
   std::vector<std::weak_ptr<const Seat>> seats_;
-  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  std::shared_ptr<Mesh> mesh_;
   std::thread thread_;
 };
 

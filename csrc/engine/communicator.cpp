@@ -424,7 +424,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   // Messages that their senders have not begun to send may never be sent: do not wait long for
   // them.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
-  const Attending attending(*group_.engine);
+  const Queue::Waiting waiting(queue_, /*isInQueue=*/false);
   Deadline tick = Deadline::after(kWaitTick);
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);

@@ -90,18 +90,22 @@ class Engine {
   std::vector<std::weak_ptr<const Seat>> seats_;
   std::shared_ptr<Mesh> mesh_;
   std::thread thread_;
-};
-
-// For a scope, the thread works while it waits.
-class Attending {
- public:
-  explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
-  ~Attending() { engine_.endWait(); }
-  Attending(const Attending&) = delete;
-  Attending& operator=(const Attending&) = delete;
-
- private:
-  Engine& engine_;
+  Mutex mutex_;
+  std::condition_variable woken_;
+  std::vector<std::weak_ptr<Communicator>> groups_ GUARDED_BY(mutex_);
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  uint64_t wakeUps_ GUARDED_BY(mutex_) = 0;
+  // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
+  static constexpr uint64_t kOneWait = uint64_t{1} << 32;
+  std::atomic<uint64_t> waitCounts_{0};
+  // The thread's activity. A caller that brings it work must wake it unless it is working.
+  // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
+  enum Activity { kWorking, kWaiting, kSleeping };
+  std::atomic<int> activity_{kWorking};
+  std::chrono::steady_clock::time_point nextChores_;  // used by the thread only
+  WaitBoard waits_;
+  Caller caller_;
+  std::atomic<int> messages_{0};
 };
 
 // For a scope, other ranks ring this process when they have something for it in these arenas, or in

@@ -161,36 +161,18 @@ bool Queue::run(int spins) {
 
 // ---- waiting -----------------------------------------------------------------------------------
 
-namespace {
+void Queue::Waiting::begin() {
+  isCounted_ = true;
+  queue_.group_.engine->beginWait();
+  if (isInQueue_) queue_.waiters_.fetch_add(1, std::memory_order_seq_cst);
+}
 
-// Counts a user's thread that waits, and works while it waits.
-class Waiting {
- public:
-  Waiting(Engine& engine, const Queue& queue, std::atomic<int>* waiters)
-      : engine_(engine), queue_(queue), waiters_(waiters) {
-    begin();
-  }
-  ~Waiting() { end(); }
-  void begin() {
-    isCounted_ = true;
-    engine_.beginWait();
-    if (waiters_) waiters_->fetch_add(1, std::memory_order_seq_cst);
-  }
-  void end() {
-    if (!std::exchange(isCounted_, false)) return;
-    if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
-    engine_.endWait();
-    queue_.handOver();
-  }
-
- private:
-  Engine& engine_;
-  const Queue& queue_;
-  std::atomic<int>* const waiters_;
-  bool isCounted_ = false;
-};
-
-}  // namespace
+void Queue::Waiting::end() {
+  if (!std::exchange(isCounted_, false)) return;
+  if (isInQueue_) queue_.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+  queue_.group_.engine->endWait();
+  queue_.handOver();
+}
 
 void Queue::handOver() const {
   if (!isEmpty() || group_.engine->mesh()->hasPending()) group_.engine->wake();
@@ -210,7 +192,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   Mesh& mesh = *group_.engine->mesh();
   bool isInterrupted = false;
   {
-    Waiting waiting(*group_.engine, *this, isMessage ? nullptr : &waiters_);
+    Waiting waiting(*this, /*isInQueue=*/!isMessage);
     std::optional<WaitBoard::Entry> entry;
     Backoff backoff(spinPolicy_, contention_);
     int spins = 0;

@@ -284,7 +284,7 @@ OpPtr Communicator::putInto(char* place, const Message& message) {
   signature.bytes = message.data.bytes;
   const auto op = makeMessage(OpKind::kPut, message, signature);
   if (op->done()) return op;
-  if (group_.membership.departureOf(message.rank) == Departure::kLeft) {
+  if (group_.membership.hasLeft(message.rank)) {
     op->finish(group_.membership.departed(message.rank));
     return op;
   }
@@ -451,17 +451,16 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   }
   group_.membership.sendGoodbye(destroyed(), reason);
   const int last = leavesAfter_.load();
-  const bool isMet = last >= 0 && (group_.membership.departureOf(last) != Departure::kUnknown ||
-                                   mailbox_.isConnectedTo(last));
+  const Membership& members = group_.membership;
+  const bool isMet =
+      last >= 0 && (members.hasLeft(last) || members.arena() || mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   // A connection that hangs may be the reason why the group is dead: do not wait long for it.
   const Deadline flushed =
       hasFailed() ? earlier(deadline, Deadline::after(kUnsentGrace)) : deadline;
   auto isDone = [&] {
     if (flushed.expired()) return true;
-    return mailbox_.isFlushed() &&
-           (!isMet || group_.membership.departureOf(last) == Departure::kLeft ||
-            patience.expired());
+    return mailbox_.isFlushed() && (!isMet || members.hasLeft(last) || patience.expired());
   };
   while (!isDone()) {
     if (!mesh.progress()) usleep(50);

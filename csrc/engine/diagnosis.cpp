@@ -206,7 +206,7 @@ std::string Diagnosis::rankPrefix() const {
 // ...)".
 std::string Diagnosis::stateOf(int rank) const {
   // The last answer of a rank that has left is of no use.
-  if (group_.membership.departureOf(rank) == Departure::kLeft) return "";
+  if (group_.membership.hasLeft(rank)) return "";
   const PeerAddress& peer = group_.mailbox.group().peers[rank];
   Mesh& mesh = *group_.engine->mesh();
   return (mesh.isVisible(peer) ? describe(lookAtProcess(peer.pid, peer.startTicks)) : "") +
@@ -323,7 +323,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   }
   std::vector<int> gone;
   for (int rank : missing) {
-    if (group_.membership.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
+    if (group_.membership.hasLeft(rank)) gone.push_back(rank);
   }
   // Without memory that all share, a rank without a connection may have ended instead of left:
   // others know that.

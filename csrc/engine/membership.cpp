@@ -1,3 +1,5 @@
+#include "engine/membership.h"
+
 #include <algorithm>
 #include <cassert>
 #include <utility>
@@ -7,7 +9,6 @@
 #include "base/sanitize.h"
 #include "base/topology.h"
 #include "engine/group.h"
-#include "engine/membership.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -40,11 +41,6 @@ void Membership::moveTo(State next) {
 }
 
 // ---- failure -----------------------------------------------------------------------------------
-
-Status Membership::error() const {
-  MutexLock lock(failureMutex_);
-  return failure_;
-}
 
 bool Membership::isOver(uint64_t number) const {
   if (!hasFailed()) return false;
@@ -126,10 +122,6 @@ void Membership::failLocked(const Status& why, bool notifiesOthers, uint64_t fro
   cause_ = asCause(why);
   failedFrom_ = from;
   if (state_ == State::kOpen) moveTo(State::kFailed);
-  {
-    MutexLock lock(failureMutex_);
-    failure_ = cause_;
-  }
   endsFrom_.store(group_.options.isExternal ? 0 : from, std::memory_order_relaxed);
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
   // If only this rank is leaving, the group lives on for the others. Precedes hasFailed_: a thread
@@ -199,15 +191,9 @@ void Membership::onAbort(int rank, const std::string& payload) {
 
 // ---- ranks that leave or are lost --------------------------------------------------------------
 
-Departure Membership::departureOf(int rank) const {
-  const Arena* arena = this->arena();
-  if (hasLeft(rank) || (arena && arena->hasLeft(rank))) return Departure::kLeft;
-  return arena ? Departure::kStayed : Departure::kUnknown;
-}
-
 std::string Membership::reasonOf(int rank) const {
   {
-    MutexLock lock(failureMutex_);
+    MutexLock lock(reasonsMutex_);
     if (auto found = leaveReasons_.find(rank); found != leaveReasons_.end()) return found->second;
   }
   const Arena* arena = this->arena();
@@ -223,16 +209,14 @@ std::string Membership::describeDeparture(int rank) const {
 Status Membership::departed(int rank) const {
   Cause fields;
   fields.rank = rank;
-  return Status(Code::kPeerLost,
-                "mycoll group '" + mailbox_.group().name +
-                    "': Connection closed by peer: " + describeDeparture(rank),
-                fields);
+  return group_.error(Code::kPeerLost, "Connection closed by peer: " + describeDeparture(rank),
+                      fields);
 }
 
 void Membership::onLeft(int rank, const std::string& reason) {
-  if (hasLeft(rank)) return;
+  if (left_[rank].load(std::memory_order_relaxed)) return;
   if (!reason.empty()) {
-    MutexLock lock(failureMutex_);
+    MutexLock lock(reasonsMutex_);
     leaveReasons_.emplace(rank, reason);
   }
   setGone(rank, departed(rank), /*isFailure=*/false);
@@ -276,22 +260,21 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
   const GroupAddress& group = mailbox_.group();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (group.peers[rank].uid != uid || rank == group.rank) continue;
-    const Departure departure = departureOf(rank);
-    if (departure == Departure::kLeft) {  // its goodbye, if any, was lost
+    if (hasLeft(rank)) {  // its goodbye, if any, was lost
       onLeft(rank);
       mailbox_.endReceivesFrom(rank, departed(rank));
       continue;
     }
-    const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
+    // Without an arena or a connection, a departure and a death look alike.
+    const bool isUnclear = !this->arena() && !wasLinked && !mailbox_.needs(rank);
     const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasReceivedFrom(rank) ||
                           !hasEnded(group.peers[rank], loss);
     Cause fields;
     fields.incident = incidentOf(uid);
     fields.rank = rank;
-    Status why(
+    const Status why = group_.error(
         Code::kPeerLost,
-        "mycoll group '" + group.name +
-            "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
+        std::string(isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
             mailbox_.describeRank(rank) + " " +
             (wasThere ? loss.describe(isUnclear) : "ended before its first call with this rank") +
             " (seen by rank " + std::to_string(group.rank) +

@@ -1,3 +1,5 @@
+#include "engine/communicator.h"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +12,6 @@
 #include "base/log.h"
 #include "base/recycler.h"
 #include "base/wait.h"
-#include "engine/communicator.h"
 #include "engine/engine.h"
 #include "engine/formation.h"
 #include "engine/invitation.h"
@@ -128,9 +129,9 @@ Status Communicator::form(GroupOptions options, Store* store, const std::shared_
                           KnownPeers known, std::shared_ptr<Communicator>* result) {
   raiseDescriptorLimit(options.ranks);
   GroupAddress address;
-  const std::unique_ptr<Formation> formation =
-      Formation::make(options, store, *engine, std::move(known));
-  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, formation->run(&address)));
+  std::shared_ptr<void> connections;
+  MYCOLL_RETURN_IF_ERROR(inGroup(
+      options.name, formGroup(options, store, *engine, std::move(known), &connections, &address)));
   MYCOLL_RETURN_IF_ERROR(inGroup(options.name, checkTransport(*engine->mesh(), address)));
   *result = add(engine, options, std::move(address));
   return Status();

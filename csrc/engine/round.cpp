@@ -1,10 +1,11 @@
+#include "engine/round.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "base/bytes.h"
 #include "base/sanitize.h"
 #include "base/secret.h"
-#include "engine/round.h"
 #include "kernels/reduce.h"
 #include "transport/mesh.h"
 
@@ -44,8 +45,8 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage
       message_(std::move(message)),
       roster_(std::move(roster)),
       mailbox_(mesh_, std::move(address), this),
-      wakeup_(wakeup),
-      joined_(roster_.members.size()) {
+      wakeup_(wakeup) {
+  state_.joined.resize(roster_.members.size());
   const int self = mailbox_.rank();
   const Shape shape(hostsOf(mailbox_.group()), sumTree());
   const ControlTree tree(shape);
@@ -117,7 +118,7 @@ Status Round::result(GroupAddress* address) const {
 
 void Round::join() {
   const int self = mailbox_.rank();
-  joined_[self] = true;
+  state_.joined[self] = true;
   unsent_.push_back(self);
   if (children_.empty()) sendUp(/*isWhole=*/true);
 }
@@ -128,8 +129,8 @@ void Round::sendUp(bool isWhole) {
     append(&payload, isWhole);
     for (const int rank : std::exchange(unsent_, {})) append(&payload, rank);
     mailbox_.sendControl(parent_, FrameKind::kJoined, payload);
-  } else if (isWhole && roster_.isComplete() && failure_.ok()) {
-    isFormed_ = true;
+  } else if (isWhole && roster_.isComplete() && state_.failure.ok()) {
+    state_.isFormed = true;
     toChildren(FrameKind::kFormed, "");
   }
 }
@@ -143,8 +144,8 @@ void Round::onJoined(int child, const std::string& payload) {
   const bool isWhole = reader.value<char>() != 0;
   while (reader.hasMore()) {
     const int rank = reader.value<int>();
-    if (reader.hasFailed() || rank < 0 || rank >= mailbox_.ranks() || joined_[rank]) continue;
-    joined_[rank] = true;
+    if (reader.hasFailed() || rank < 0 || rank >= mailbox_.ranks() || state_.joined[rank]) continue;
+    state_.joined[rank] = true;
     unsent_.push_back(rank);
   }
   if (!isWhole || isSet(wholeChildren_, child)) return;
@@ -177,8 +178,8 @@ void Round::handle(const Event& event) {
       case FrameKind::kJoined: return onJoined(source, frame->payload);
       case FrameKind::kAbort: return onAbort(source, frame->payload);
       case FrameKind::kFormed:
-        if (source != parent_ || isFormed_ || !failure_.ok()) return;
-        isFormed_ = true;
+        if (source != parent_ || state_.isFormed || !state_.failure.ok()) return;
+        state_.isFormed = true;
         return toChildren(FrameKind::kFormed, "");
       case FrameKind::kGoodbye: return onLeft(source);
       default: return;
@@ -194,8 +195,8 @@ void Round::handle(const Event& event) {
 }
 
 void Round::onLeft(int rank) {
-  if (rank != parent_ || parentState_ != Parent::kHere) return;
-  parentState_ = Parent::kLeft;
+  if (rank != parent_ || state_.parent != Parent::kHere) return;
+  state_.parent = Parent::kLeft;
   wakeup_.notify();
 }
 
@@ -209,8 +210,8 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
                             std::to_string(mailbox_.rank()) + ")";
   const Report loss{rank, kind, Status(Code::kNetwork, words)};
   if (rank == parent_) {
-    parentState_ = Parent::kLost;
-    parentLoss_ = loss;
+    state_.parent = Parent::kLost;
+    state_.parentLoss = loss;
     wakeup_.notify();
   } else if (isChild || mailbox_.rank() == 0) {
     pass(loss);
@@ -219,7 +220,7 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
 
 void Round::pass(const Report& report) {
   wakeup_.notify();
-  if (mailbox_.rank() == 0) return reports_.push_back(report);
+  if (mailbox_.rank() == 0) return state_.reports.push_back(report);
   if (mailbox_.isPresent(parent_)) mailbox_.sendControl(parent_, FrameKind::kAbort, encode(report));
 }
 
@@ -227,8 +228,8 @@ void Round::onAbort(int source, const std::string& payload) {
   Report report;
   if (!decode(payload, mailbox_.ranks(), &report)) return;
   if (source != parent_) return pass(report);
-  if (!failure_.ok() || isFormed_) return;
-  failure_ = report.why;
+  if (!state_.failure.ok() || state_.isFormed) return;
+  state_.failure = report.why;
   toChildren(FrameKind::kAbort, payload);
 }
 
@@ -243,9 +244,9 @@ void Round::report(const Report& report) {
 bool Round::fail(const Status& why) {
   {
     IoLock lock(mailbox_.ioMutex());
-    if (isFormed_) return false;
-    if (!failure_.ok()) return true;
-    failure_ = why;
+    if (state_.isFormed) return false;
+    if (!state_.failure.ok()) return true;
+    state_.failure = why;
     toChildren(FrameKind::kAbort, encode({mailbox_.rank(), Report::kGaveUp, why}));
   }
   mesh_->progress();
@@ -254,8 +255,8 @@ bool Round::fail(const Status& why) {
 
 bool Round::end() {
   IoLock lock(mailbox_.ioMutex());
-  if (!isFormed_) failure_ = Status(Code::kAborted, "rank 0 makes another round");
-  return !isFormed_;
+  if (!state_.isFormed) state_.failure = Status(Code::kAborted, "rank 0 makes another round");
+  return !state_.isFormed;
 }
 
 void Round::leave() {
@@ -268,30 +269,11 @@ void Round::leave() {
   mailbox.open();
 }
 
-bool Round::isFormed() {
+Round::State Round::state() {
   IoLock lock(mailbox_.ioMutex());
-  return isFormed_;
-}
-
-Status Round::failure() {
-  IoLock lock(mailbox_.ioMutex());
-  return failure_;
-}
-
-Round::Parent Round::parentState(Report* loss) {
-  IoLock lock(mailbox_.ioMutex());
-  *loss = parentLoss_;
-  return parentState_;
-}
-
-std::vector<Round::Report> Round::takeReports() {
-  IoLock lock(mailbox_.ioMutex());
-  return std::exchange(reports_, {});
-}
-
-std::vector<bool> Round::joined() {
-  IoLock lock(mailbox_.ioMutex());
-  return joined_;
+  State now = state_;
+  state_.reports.clear();
+  return now;
 }
 
 }  // namespace mycoll

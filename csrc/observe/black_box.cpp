@@ -212,15 +212,11 @@ void BlackBox::describe() {
       ",\"states\":[\"queued\",\"started\",\"done\",\"failed\"]"
       ",\"phases\":[\"unused\",\"open\",\"failed\",\"closed\"]"
       ",\"flags\":[\"composite\",\"device\"]}";
-  struct Preface {
-    char magic[8];
-    uint32_t version;
-    uint32_t bytes;
-  } preface{{}, kVersion, static_cast<uint32_t>(text.size())};
-  if (sizeof(preface) + text.size() > kDescriptionRoom) std::abort();  // any test would fail
-  std::memcpy(head_ + sizeof(preface), text.data(), text.size());
-  std::memcpy(head_ + sizeof(preface.magic), reinterpret_cast<char*>(&preface) + sizeof(kMagic),
-              sizeof(preface) - sizeof(kMagic));
+  const uint32_t versionAndBytes[] = {kVersion, static_cast<uint32_t>(text.size())};
+  constexpr size_t kTextAt = sizeof(kMagic) + sizeof(versionAndBytes);
+  if (kTextAt + text.size() > kDescriptionRoom) std::abort();  // any test would fail
+  std::memcpy(head_ + sizeof(kMagic), versionAndBytes, sizeof(versionAndBytes));
+  std::memcpy(head_ + kTextAt, text.data(), text.size());
   // Last: readers accept the box from here on.
   __atomic_store_n(reinterpret_cast<uint64_t*>(head_), std::bit_cast<uint64_t>(kMagic),
                    __ATOMIC_RELEASE);

@@ -321,12 +321,6 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineOf(*op, timeout);
   op->self = op;
-  if (isOutgoing(kind)) {
-    if (message.rank != group_.options.rank) {  // close() does not wait for messages to itself
-      sending_->fetch_add(1, std::memory_order_relaxed);
-      op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
-    }
-  }
   const auto messageClass = kind == OpKind::kSend || kind == OpKind::kRecv
                                 ? MessageClass::kPointToPoint
                                 : MessageClass::kWindow;
@@ -404,8 +398,17 @@ void Communicator::abort(const std::string& reason) {
   queue_.run(0);
 }
 
+int Communicator::sending() {
+  int count = 0;
+  mailbox_.forEachMessage([&](Transfer& message) {
+    const auto& op = static_cast<const MessageOp&>(message);
+    count += isOutgoing(op.kind()) && op.rank != rank();
+  });
+  return count;
+}
+
 bool Communicator::isBusy(Deadline unsent) {
-  return !queue_.isEmpty() || sending_->load() > 0 || !mailbox_.isFlushed() ||
+  return !queue_.isEmpty() || sending() > 0 || !mailbox_.isFlushed() ||
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 
@@ -440,7 +443,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   if (!hasFailed() && isBusy(unsent)) {
     logFailure("mycoll group '" + group_.options.name +
                "': destroyed on this rank with operations that are not done (collectives: " +
-               std::to_string(queue_.size()) + ", sends: " + std::to_string(sending_->load()) +
+               std::to_string(queue_.size()) + ", sends: " + std::to_string(sending()) +
                "). They are lost: wait() for every operation before destroy_process_group()");
     if (!queue_.isEmpty()) group_.membership.failHost();
   }

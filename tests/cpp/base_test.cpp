@@ -84,12 +84,11 @@ extern "C" char* getenv(const char* name) {
 
 TEST(Base, statusSaysWhatHappened) {
   EXPECT(Status().ok());
-  EXPECT_EQ(Status().toString(), "ok");
   EXPECT_EQ(Status().message(), "");
   const Status status = failsInside();
   EXPECT(!status.ok());
   EXPECT(status.code() == Code::kTimeout);
-  EXPECT_EQ(status.toString(), "timeout: too late");
+  EXPECT_EQ(status.message(), "too late");
   const Status copy = status;
   EXPECT_EQ(copy.message(), "too late");
 }
@@ -388,7 +387,7 @@ TEST(Base, deadlines) {
   EXPECT(soon.remaining() > milliseconds(50000));
   EXPECT(soon.remaining() <= milliseconds(100000));
   EXPECT(soon < Deadline::never());
-  EXPECT(earlier(Deadline::never(), soon) == soon);
+  EXPECT(earlier(Deadline::never(), soon).when() == soon.when());
 }
 
 TEST(Base, topologyIsStable) {

@@ -50,15 +50,15 @@ std::string optionalFunctions(const Library& library) {
 std::string refused(const std::string& wheel, Code code, const std::string& words) {
   const Library* library = nullptr;
   const Status status = Library::get(wheel, &library);
-  if (status.code() != code) return "not refused so: " + status.toString();
-  if (status.message().find(words) == std::string::npos) return status.toString();
+  if (status.code() != code) return "not refused so: " + test::show(status);
+  if (status.message().find(words) == std::string::npos) return test::show(status);
   return Library::loaded() == nullptr ? "" : "there is a library nevertheless";
 }
 
 std::string found(const std::string& wheel, const std::string& path) {
   const Library* library = nullptr;
   const Status status = Library::get(wheel, &library);
-  if (!status.ok()) return status.toString();
+  if (!status.ok()) return test::show(status);
   if (library->path() != path) return library->path() + " instead of " + path;
   const Library* again = nullptr;
   if (!Library::get("/nowhere", &again).ok() || again != library) return "not the same again";

@@ -76,10 +76,9 @@ bool Queue::inspectHead(const Inspect& fn) {
 
 // ---- running -----------------------------------------------------------------------------------
 
-bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
+bool Queue::step(CollectiveOp& op, int spins, std::optional<Status>* outcome) {
   if (!op.task.valid()) {
     if (group_.membership.noticeFailure(runner_.begun())) {
-      *hasEnded = true;
       *outcome = group_.membership.error();
       return true;
     }
@@ -88,9 +87,8 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       op.task = runner_.start(op);
     } catch (const std::bad_alloc&) {
       // The collective may have begun, and cannot begin again.
-      *hasEnded = true;
       *outcome = detail::outOfMemory();
-      group_.membership.failFirst(*outcome);
+      group_.membership.failFirst(**outcome);
       return true;
     }
   } else {
@@ -104,23 +102,21 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     if (!ready) {
       if (!group_.membership.noticeFailure(runner_.current())) return false;
       op.task.reset();
-      *hasEnded = true;
       *outcome = group_.membership.error();
       return true;
     }
   }
   op.task.resume();
-  *hasEnded = op.task.finished();
-  if (*hasEnded) {
-    *outcome = op.task.result();
-    op.task.reset();
-    // A failure that is already known must not fail earlier collectives. A mismatch must not fail
-    // earlier collectives that other ranks still run.
-    if (!outcome->ok() && !group_.membership.hasFailed()) {
-      const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
-      group_.membership.failFirst(*outcome, /*notifiesOthers=*/true, from);
-    }
+  if (!op.task.finished()) return true;
+  const Status ended = op.task.result();
+  op.task.reset();
+  // A failure that is already known must not fail earlier collectives. A mismatch must not fail
+  // earlier collectives that other ranks still run.
+  if (!ended.ok() && !group_.membership.hasFailed()) {
+    const uint64_t from = ended.code() == Code::kMismatch ? runner_.current() : 0;
+    group_.membership.failFirst(ended, /*notifiesOthers=*/true, from);
   }
+  *outcome = ended;
   return true;
 }
 
@@ -128,7 +124,7 @@ bool Queue::run(int spins) {
   bool moved = false;
   for (;;) {
     std::shared_ptr<CollectiveOp> ended;
-    Status outcome;
+    std::optional<Status> outcome;
     bool isLast = false;
     {
       if (!runMutex_.tryLock()) return moved;
@@ -136,11 +132,10 @@ bool Queue::run(int spins) {
       if (isLookMissed_.load(std::memory_order_relaxed)) isLookMissed_.store(false);
       CollectiveOp* const op = head_.load(std::memory_order_acquire);
       if (!op) return moved;
-      bool hasEnded = false;
-      if (!step(*op, spins, &hasEnded, &outcome)) return moved;
+      if (!step(*op, spins, &outcome)) return moved;
       moved = true;
-      if (!hasEnded) continue;
-      if (!outcome.ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
+      if (!outcome) continue;
+      if (!outcome->ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
       MutexLock lock(queueMutex_);
       last_ = Finished{op->kind(), op->sequence(), op->submitted};
       ended = std::move(ops_.front());
@@ -148,9 +143,9 @@ bool Queue::run(int spins) {
       isLast = ops_.empty();
       head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
-    if (!outcome.ok()) group_.membership.propagate();
+    if (!outcome->ok()) group_.membership.propagate();
     try {
-      ended->finish(std::move(outcome));
+      ended->finish(std::move(*outcome));
     } catch (const std::bad_alloc&) {
       group_.membership.fail(detail::outOfMemory());
     }

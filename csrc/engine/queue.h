@@ -90,8 +90,8 @@ class Queue {
  private:
   // A thread stops working on the queue: the engine's thread continues, if anything is left.
   void handOver() const;
-  // Resumes the head once. False: it cannot continue now. *outcome is set if *hasEnded.
-  bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
+  // Resumes the head once. False: it cannot continue now. *outcome: set if it has ended.
+  bool step(CollectiveOp& op, int spins, std::optional<Status>* outcome) REQUIRES(runMutex_);
   // True if a collective advanced.
   bool sleepFor(const Op& op, Deadline deadline);
   void checkState(Op& op);

@@ -139,24 +139,30 @@ BlackBox::BlackBox() {
   open();
 }
 
-void BlackBox::open() {
-  if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
-  // Pages are reserved: a write cannot raise SIGBUS when the machine runs out of memory.
-  if (fd_.isOpen() && (fchmod(fd_.get(), 0600) != 0 || !reservePages(fd_.get(), 0, groupsAt()))) {
-    fd_.reset();
-  }
+// The next part of the file, zeroed. If it cannot be had, this part and the later ones are ordinary
+// memory, as readers require contiguous areas.
+char* BlackBox::map(size_t offset, size_t bytes) {
   void* memory = MAP_FAILED;
-  if (fd_.isOpen()) {
-    memory = mmap(nullptr, groupsAt(), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  // Pages are reserved: a write cannot raise SIGBUS when the machine runs out of memory.
+  if (fd_.isOpen() && reservePages(fd_.get(), offset, bytes)) {
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
+                  static_cast<off_t>(offset));
   }
   if (memory == MAP_FAILED) {
     fd_.reset();
-    memory = std::calloc(1, groupsAt());
+    memory = std::aligned_alloc(pageBytes(), bytes);
     if (!memory) throw std::bad_alloc();
+    std::memset(memory, 0, bytes);
   } else {
-    (void)madvise(memory, groupsAt(), MADV_DONTFORK);
+    (void)madvise(memory, bytes, MADV_DONTFORK);
   }
-  head_ = static_cast<char*>(memory);
+  return static_cast<char*>(memory);
+}
+
+void BlackBox::open() {
+  if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
+  if (fd_.isOpen() && fchmod(fd_.get(), 0600) != 0) fd_.reset();
+  head_ = map(0, groupsAt());
   box_ = new (head_ + kBoxAt) Box{};
   box_->pid = processId();
   box_->rank.store(-1);
@@ -236,21 +242,7 @@ GroupState* BlackBox::take() {
     put(area->capacity, capacity_);
     return area;
   }
-  const size_t offset = groupsAt() + areas_.size() * areaBytes_;
-  void* memory = MAP_FAILED;
-  if (fd_.isOpen() && reservePages(fd_.get(), offset, areaBytes_)) {
-    memory = mmap(nullptr, areaBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
-                  static_cast<off_t>(offset));
-  }
-  if (memory == MAP_FAILED) {
-    // Readers require contiguous areas.
-    fd_.reset();
-    memory = std::aligned_alloc(pageBytes(), areaBytes_);
-    if (!memory) throw std::bad_alloc();
-    std::memset(memory, 0, areaBytes_);
-  } else {
-    (void)madvise(memory, areaBytes_, MADV_DONTFORK);
-  }
+  char* const memory = map(groupsAt() + areas_.size() * areaBytes_, areaBytes_);
   auto* area = new (memory) GroupState{};
   areas_.push_back(area);
   put(area->life, uint32_t{1});  // 0 is the value while an area is reassigned, and no group's

@@ -154,6 +154,7 @@ class BlackBox {
 
  private:
   BlackBox();
+  char* map(size_t offset, size_t bytes);
   void open();
   void describe();
 

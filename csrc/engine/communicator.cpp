@@ -99,14 +99,11 @@ Signature signatureOf(OpKind kind) {
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Communicator>* result) {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<const Engine::Seat> seat;
-  const Status made = Engine::process(options.storeHost,
-                                      {options.name, options.rank, options.ranks}, &engine, &seat);
+  const Status made = Engine::process(&options, &engine);
   if (!made.ok()) {
     reportAbsence(options, *store, made);
     return inGroup(options.name, made);
   }
-  options.seat = std::move(seat);
   return create(std::move(options), std::move(store), std::move(engine), result);
 }
 

@@ -19,10 +19,7 @@ std::string nonceOfTexts(const Handle& handle) {
 
 Status Endpoint::make(GroupOptions options, std::unique_ptr<Endpoint>* result) {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<const Engine::Seat> seat;
-  MYCOLL_RETURN_IF_ERROR(Engine::process(
-      options.storeHost, {options.name, options.rank, options.ranks}, &engine, &seat));
-  options.seat = std::move(seat);
+  MYCOLL_RETURN_IF_ERROR(Engine::process(&options, &engine));
   return make(std::move(options), std::move(engine), result);
 }
 

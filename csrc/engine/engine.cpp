@@ -33,8 +33,8 @@ struct ProcessEngines {
 
 }  // namespace
 
-Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
-                       std::shared_ptr<const Seat>* seat) {
+Status Engine::process(GroupOptions* group, std::shared_ptr<Engine>* result) {
+  const auto rank = std::make_shared<const Seat>(Seat{group->name, group->rank, group->ranks});
   ProcessEngines& shared = perProcess<ProcessEngines>();
   std::vector<std::shared_ptr<Engine>> living;  // released without the lock
   MutexLock lock(shared.mutex);
@@ -42,20 +42,20 @@ Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<
     living.push_back(entry.lock());
     return living.back() == nullptr;
   });
-  const auto isFree = [&](const auto& engine) { return engine && !engine->isTakenFor(rank); };
+  const auto isFree = [&](const auto& engine) { return engine && !engine->isTakenFor(*rank); };
   const auto found = std::find_if(living.begin(), living.end(), isFree);
   if (found != living.end()) {
     *result = *found;
   } else {
     MeshOptions options;
     MYCOLL_RETURN_IF_ERROR(MeshOptions::fromEnv(&options));
-    options.storeHost = storeHost;
+    options.storeHost = group->storeHost;
     MYCOLL_RETURN_IF_ERROR(create(options, result));
     shared.engines.push_back(*result);
   }
-  *seat = std::make_shared<const Seat>(std::move(rank));
   std::erase_if((*result)->seats_, [](const auto& entry) { return entry.expired(); });
-  (*result)->seats_.push_back(*seat);
+  (*result)->seats_.push_back(rank);
+  group->seat = rank;
   return Status();
 }
 

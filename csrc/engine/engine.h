@@ -24,21 +24,14 @@
 namespace mycoll {
 
 class Communicator;
+struct GroupOptions;
 
 class Engine {
  public:
-  // A rank of a group, for as long as the seat is referenced.
-  struct Seat {
-    std::string group;
-    int rank;
-    int ranks;
-  };
-  // Returns the process's engine, or makes one. A process may hold several ranks of one group, as
-  // threads (in tests) or as actors: each of them appears to the others as a process of its own,
-  // with an engine of its own. *seat: to be held while the rank is in the group. storeHost: as in
-  // MeshOptions.
-  static Status process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
-                        std::shared_ptr<const Seat>* seat);
+  // Returns the process's engine, or makes one, for a rank of a group. A process may hold several
+  // ranks of one group, as threads (in tests) or as actors: each of them appears to the others as a
+  // process of its own, with an engine of its own. Sets the seat of the options.
+  static Status process(GroupOptions* options, std::shared_ptr<Engine>* result);
   // Makes a separate engine: tests give each rank-thread one.
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
 
@@ -72,6 +65,13 @@ class Engine {
   void handleMessages();
 
  private:
+  // A rank of a group, for as long as the seat is referenced.
+  struct Seat {
+    std::string group;
+    int rank;
+    int ranks;
+  };
+
   Engine() = default;
   void stop();
   // Whether another rank of the same group has a seat here.

@@ -16,8 +16,6 @@
 #define MYCOLL_VERSION "unknown"
 #endif
 
-extern "C" char** environ;
-
 namespace mycoll {
 namespace {
 
@@ -379,21 +377,6 @@ const Reading& reading() {
   return found ? *found : read();
 }
 
-size_t editDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
-}
-
 }  // namespace
 
 const char* version() { return MYCOLL_VERSION; }
@@ -432,39 +415,6 @@ std::string expandPattern(std::string_view pattern, int rank) {
     }
   }
   return path;
-}
-
-std::string nearestName(std::string_view given, const std::vector<std::string>& names,
-                        size_t same) {
-  // If more than half of the letters differ, a similarity is chance.
-  size_t best = (given.size() - std::min(same, given.size())) / 2 + 1;
-  std::string nearest;
-  for (const std::string& name : names) {
-    const size_t distance = editDistance(given, name);
-    if (distance >= best) continue;
-    best = distance;
-    nearest = name;
-  }
-  return nearest;
-}
-
-std::vector<UnknownVariable> unknownVariables() {
-  constexpr std::string_view kPrefix = "MYCOLL_";
-  std::vector<std::string> names;
-  for (const Variable& variable : variables()) names.emplace_back(variable.name);
-  std::vector<UnknownVariable> unknown;
-  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
-    const std::string_view given = text.substr(0, text.find('='));
-    if (!given.starts_with(kPrefix) ||
-        std::find(names.begin(), names.end(), given) != names.end()) {
-      continue;
-    }
-    unknown.push_back({std::string(given), nearestName(given, names, kPrefix.size())});
-  }
-  std::sort(unknown.begin(), unknown.end(),
-            [](const auto& a, const auto& b) { return a.name < b.name; });
-  return unknown;
 }
 
 }  // namespace mycoll

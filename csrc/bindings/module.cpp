@@ -219,7 +219,10 @@ void checkCpu(const std::string& cpu) {
 }
 
 [[noreturn]] void refuseField(const std::string& name) {
-  const std::string nearest = mycoll::nearestName(name, {"timeout", "cpu", "nccl"}, 0);
+  const py::object similar = py::module_::import("difflib").attr("get_close_matches");
+  const auto close = similar(name, std::vector<std::string>{"timeout", "cpu", "nccl"})
+                         .cast<std::vector<std::string>>();
+  const std::string nearest = close.empty() ? "" : close.front();
   throw py::type_error(
       "mycoll.Options() has no field '" + name + "'" +
       (nearest == "nccl" ? "; what is for NCCL is set afterwards, as in options.nccl.min_ctas = 4"
@@ -240,14 +243,6 @@ py::list environment() {
     entries.append(row);
   }
   return entries;
-}
-
-py::list unknownVariables() {
-  py::list found;
-  for (const mycoll::UnknownVariable& each : mycoll::unknownVariables()) {
-    found.append(py::make_tuple(each.name, each.nearest));
-  }
-  return found;
 }
 
 py::list chooseInterface(const std::string& storeHost) {
@@ -560,7 +555,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("_require_nccl_memory", &mycoll::requireNcclMemory, doc::kRequireNcclMemory);
   module.def("_use_nccl", &mycoll::useNccl, py::arg("path"), doc::kUseNccl);
   module.def("environment", &environment, doc::kEnvironment);
-  module.def("unknown_variables", &unknownVariables, doc::kUnknownVariables);
   module.def("choose_interface", &chooseInterface, py::arg("store_host"), doc::kChooseInterface);
   module.def("usable_cores", &mycoll::usableCores, doc::kUsableCores);
   module.def("_log_to", &logTo, py::arg("file"), py::arg("level"), doc::kLogTo);

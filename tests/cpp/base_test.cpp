@@ -256,18 +256,6 @@ TEST(Base, envInterfaceFilter) {
   EXPECT(!matches("^=eth1", "eth1"));
 }
 
-TEST(Base, envUnknownVariables) {
-  EXPECT(unknownVariables().empty());
-  ScopedEnv misspelt("MYCOLL_TRANSPROT", "tcp");
-  ScopedEnv alien("MYCOLL_ZZZZZZZZZZZZZZZ", "1");
-  const std::vector<UnknownVariable> unknown = unknownVariables();
-  EXPECT_EQ(unknown.size(), size_t{2});
-  if (unknown.size() != 2) return;
-  EXPECT_EQ(unknown[0].name, "MYCOLL_TRANSPROT");
-  EXPECT_EQ(unknown[0].nearest, "MYCOLL_TRANSPORT");
-  EXPECT_EQ(unknown[1].nearest, "");
-}
-
 TEST(Base, logWritesToItsFile) {
   const ScopedFolder folder;
   setLogFile((folder.path() + "/%h.%p.%r.log").c_str());

@@ -508,6 +508,10 @@ void Comm::runAbort() {
       (void)library_.functions().commAbort(*slot);
     }
   }
+  endAbort();
+}
+
+void Comm::endAbort() {
   std::lock_guard<std::mutex> lock(stateMutex_);
   isAbortDone_ = true;
   abortDone_.notify_all();
@@ -600,11 +604,7 @@ Status Comm::leave(Deadline deadline, const Check& check) {
   if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);
-  {
-    std::lock_guard<std::mutex> lock(stateMutex_);
-    isAbortDone_ = true;
-    abortDone_.notify_all();
-  }
+  endAbort();
   return status.ok() ? unusable() : status;
 }
 

@@ -234,13 +234,11 @@ void Agreement::onProbe(int source, const std::string& payload) {
 
 // Whether the note is about a later collective than all notes before it, or about another call.
 bool Agreement::updateLatest(const Note& note) {
-  const bool isNewer = note.sequence > latest_.sequence || !hasLatest_;
-  if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
-    return false;
-  }
-  latest_ = note;
-  hasLatest_ = true;
-  return true;
+  const bool isOld =
+      latest_ && (note.sequence < latest_->sequence ||
+                  (note.sequence == latest_->sequence && note.signature == latest_->signature));
+  if (!isOld) latest_ = note;
+  return !isOld;
 }
 
 // Compares the note with this rank's own call, now or when that call begins.

@@ -166,8 +166,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Records a message that runs elsewhere and was called at this place of the program. The caller
   // finishes the record when it detects the end of the message.
   OpRecord recordMessage(Operation message, uint32_t site);
-  // Threads that have not called this group so far may make the call that others wait for.
-  void noteOtherCallers() { diagnosis_.noteOtherCallers(); }
 
   // ---- the end
   // Not ok once the group is dead: the first cause.

@@ -127,19 +127,17 @@ class Asleep {
   const std::span<Arena* const> arenas_;
 };
 
-// While it lives, the engine's thread waits for messages that no group of this process waits for.
+// While it lives, the engine's thread, once it is awake, waits for messages that no group of this
+// process waits for. The mesh outlives it.
 class Listening {
  public:
-  explicit Listening(Engine& engine) : mesh_(engine.mesh()) {
-    mesh_->addPending(1);
-    engine.wake();
-  }
-  ~Listening() { mesh_->addPending(-1); }
+  explicit Listening(Mesh& mesh) : mesh_(mesh) { mesh_.addPending(1); }
+  ~Listening() { mesh_.addPending(-1); }
   Listening(const Listening&) = delete;
   Listening& operator=(const Listening&) = delete;
 
  private:
-  const std::shared_ptr<Mesh> mesh_;
+  Mesh& mesh_;
 };
 
 }  // namespace mycoll

@@ -205,7 +205,10 @@ Status Forming::run(GroupAddress* result) {
 }
 
 Status Forming::openReception(const std::string& nonce) {
-  if (!listening_) listening_.emplace(engine_);
+  if (!listening_) {
+    listening_.emplace(*engine_.mesh());
+    engine_.wake();
+  }
   MYCOLL_RETURN_IF_ERROR(
       Reception::open(engine_.mesh(), nonce, wakeup_, &receptions_.emplace_back()));
   engine_.mesh()->progress();  // raises events for the frames that arrived before
@@ -845,7 +848,7 @@ Status Member::join() {
   Roster roster;
   if (round_) roster.round = round_->roster().round;
   for (const auto& reception : receptions_) {
-    for (InvitationMessage& message : reception->takeRosters()) {
+    for (InvitationMessage& message : reception->takeMessages()) {
       Roster next;
       MYCOLL_RETURN_IF_ERROR(Roster::decode(message.text, &next));
       if (next.round <= roster.round) continue;

@@ -69,13 +69,11 @@ class Reception final : public EventHandler {
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
-  // The messages with a roster that came since the last call, each sender's in order: another
-  // sender's may be of an earlier round.
-  std::vector<InvitationMessage> takeRosters();
+  // The rosters or texts that came since the last call, each sender's in order: another sender's
+  // roster may be of an earlier round.
+  std::vector<InvitationMessage> takeMessages();
   // Not ok: another rank has sent it.
   Status error();
-  // The texts that came since the last call, each sender's in order.
-  std::vector<std::string> takeTexts();
   // The processes that this one has lost, or had lost before.
   std::vector<PeerLost> losses();
 
@@ -84,9 +82,8 @@ class Reception final : public EventHandler {
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
-  std::vector<InvitationMessage> rosters_ GUARDED_BY(ioRole);
+  std::vector<InvitationMessage> messages_ GUARDED_BY(ioRole);
   Status error_ GUARDED_BY(ioRole);
-  std::vector<std::string> texts_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   Wakeup& wakeup_;
 };

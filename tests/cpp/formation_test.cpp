@@ -150,7 +150,7 @@ class Puppet {
       publish();
     }
     std::vector<InvitationMessage> messages;
-    drive([&] { return !(messages = reception_->takeRosters()).empty(); });
+    drive([&] { return !(messages = reception_->takeMessages()).empty(); });
     message_ = std::move(messages.back());
     Roster roster;
     ASSERT_OK(Roster::decode(message_->text, &roster));

@@ -136,10 +136,7 @@ void Round::sendUp(bool isWhole) {
 }
 
 void Round::onJoined(int child, const std::string& payload) {
-  const auto isSet = [](const std::vector<int>& list, int value) {
-    return std::find(list.begin(), list.end(), value) != list.end();
-  };
-  if (!isSet(children_, child)) return;
+  if (!isChild(child)) return;
   Reader reader(payload);
   const bool isWhole = reader.value<char>() != 0;
   while (reader.hasMore()) {
@@ -148,8 +145,7 @@ void Round::onJoined(int child, const std::string& payload) {
     state_.joined[rank] = true;
     unsent_.push_back(rank);
   }
-  if (!isWhole || isSet(wholeChildren_, child)) return;
-  wholeChildren_.push_back(child);
+  if (!isWhole || !wholeChildren_.insert(child).second) return;
   if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);
 }
 
@@ -203,7 +199,6 @@ void Round::onLeft(int rank) {
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
 // children.
 void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
-  const bool isChild = std::find(children_.begin(), children_.end(), rank) != children_.end();
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
   const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
@@ -213,7 +208,7 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
     state_.parent = Parent::kLost;
     state_.parentLoss = loss;
     wakeup_.notify();
-  } else if (isChild || mailbox_.rank() == 0) {
+  } else if (isChild(rank) || mailbox_.rank() == 0) {
     pass(loss);
   }
 }

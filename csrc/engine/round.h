@@ -17,7 +17,9 @@
 // Thread contract: one thread owns it; events are handled under the I/O lock.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -105,6 +107,9 @@ class Round final : public EventHandler {
   void sendUp(bool isWhole) REQUIRES(ioRole);
   void toChildren(FrameKind kind, const std::string& payload) REQUIRES(ioRole);
   Status inviteChildren();
+  bool isChild(int rank) const {
+    return std::find(children_.begin(), children_.end(), rank) != children_.end();
+  }
 
   const std::shared_ptr<Mesh> mesh_;
   const InvitationMessage message_;  // the roster
@@ -116,8 +121,8 @@ class Round final : public EventHandler {
   Wakeup& wakeup_;
 
   State state_ GUARDED_BY(ioRole);
-  std::vector<int> unsent_ GUARDED_BY(ioRole);         // have joined, not sent up yet
-  std::vector<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
+  std::vector<int> unsent_ GUARDED_BY(ioRole);      // have joined, not sent up yet
+  std::set<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
 };
 
 }  // namespace mycoll

@@ -46,7 +46,7 @@ class MycollBackend(ProcessGroupGloo):
 def set_nccl_wheel(path):
     pass
 
-def unknown_variables():
+def environment():
     return []
 
 def _close_all(reason):

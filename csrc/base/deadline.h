@@ -45,7 +45,6 @@ class Deadline {
   }
 
   friend bool operator<(Deadline a, Deadline b) { return a.when_ < b.when_; }
-  friend bool operator==(Deadline a, Deadline b) { return a.when_ == b.when_; }
 
  private:
   explicit Deadline(Clock::time_point when) : when_(when) {}

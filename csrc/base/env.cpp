@@ -16,8 +16,6 @@
 #define MYCOLL_VERSION "unknown"
 #endif
 
-extern "C" char** environ;
-
 namespace mycoll {
 namespace {
 
@@ -214,16 +212,13 @@ const std::vector<Variable>& variables() {
        "rank that connects counts."},
       {"MYCOLL_PORTS", "", ports(),
        "Ports to listen on, for firewalls: each process takes the first free one. Unset: the "
-       "system "
-       "chooses."},
+       "system chooses."},
       {"MYCOLL_ADVERTISE", "", advertised(),
        "The address by which ranks on other hosts reach this process, behind NAT or in a "
-       "container. "
-       "Unset: the interface's own."},
+       "container. Unset: the interface's own."},
       {"MYCOLL_ENCRYPT", "0", flag(&Env::encrypt),
        "1: all that ranks on different hosts send each other is encrypted and authenticated, by "
-       "TLS "
-       "1.3 with a key made of MYCOLL_SECRET_FILE. Must be the same on all ranks."},
+       "TLS 1.3 with a key made of MYCOLL_SECRET_FILE. Must be the same on all ranks."},
       {"MYCOLL_CPU", "engine", choice(&Env::cpu, {"engine", "gloo"}),
        "What carries CPU tensors: mycoll's engine, or torch's gloo (to compare, or to rule mycoll "
        "out)."},
@@ -232,12 +227,10 @@ const std::vector<Variable>& variables() {
        "would be gloo's is mycoll's. Read when torch is imported."},
       {"MYCOLL_CUDA", "auto", choice(&Env::cuda, {"auto", "nccl", "host"}),
        "What carries CUDA tensors. nccl: NCCL, or an error. host: host memory and the engine. "
-       "auto: "
-       "NCCL, or host memory where NCCL cannot work (no library, two ranks on one GPU)."},
+       "auto: NCCL, or host memory where NCCL cannot work (no library, two ranks on one GPU)."},
       {"MYCOLL_CUDA_BLOCKING_WAIT", "0", flag(&Env::cudaBlockingWait),
        "0: waiting for CUDA tensors makes the current stream wait, as with NCCL. 1: it returns "
-       "when "
-       "the operation is over, and raises if it failed."},
+       "when the operation is over, and raises if it failed."},
       {"MYCOLL_LOG", "failure",
        choice(&Env::logLevel, {"off", "failure", "error", "warn", "info", "debug"}),
        "What mycoll logs. failure: one line for the first failure of a group in the process, and "
@@ -258,25 +251,20 @@ const std::vector<Variable>& variables() {
        "wait a while. always: all of them, which makes every call slower."},
       {"MYCOLL_SECRET_FILE", "", path(&Env::secretFile),
        "File with the secret by which the job's ranks recognise each other. Unset: rank 0 makes "
-       "one "
-       "up and shares it through the store."},
+       "one up and shares it through the store."},
       {"MYCOLL_NETWORK_SECONDS", "10", number(&Env::networkSeconds, 1, 3600),
        "How many seconds a rank on another host may be silent before it is declared dead. Use "
        "similar values on all ranks."},
       {"MYCOLL_SPIN_US", "-1", number(&Env::spinMicros, -1, 1000000),
        "How many microseconds a waiting rank spins before it yields its core. -1: chosen by "
-       "whether "
-       "the host has a core for each of its ranks."},
+       "whether the host has a core for each of its ranks."},
       {"MYCOLL_CHUNK_BYTES", "0", bytes(&Env::chunkBytes, kGiB, "1G", 4096),
        "Size of the shared-memory buffers that large messages pass through, rounded up if needed "
-       "so "
-       "that every rank gets a slice. A rank has eight of them in the first group and three in "
-       "each "
-       "later one. 0: 256K."},
+       "so that every rank gets a slice. A rank has eight of them in the first group and three in "
+       "each later one. 0: 256K."},
       {"MYCOLL_DISTANCE", "measured", choice(&Env::distance, {"measured", "near", "far"}),
        "How shared memory is written. near: through the CPU's caches. far: past them. measured: "
-       "the "
-       "faster of both. The value of rank 0 counts."},
+       "the faster of both. The value of rank 0 counts."},
       {"MYCOLL_SINGLE_COPY", "auto", choice(&Env::singleCopy, {"auto", "on", "off"}),
        "Whether the ranks of a host read each other's large CPU tensors through the kernel "
        "(process_vm_readv) instead of staging them in shared memory. auto: for the kinds and sizes "
@@ -290,8 +278,7 @@ const std::vector<Variable>& variables() {
        "that sends counts."},
       {"MYCOLL_PARTIALS", "wide", choice(&Env::partials, {"wide", "rounded"}),
        "How sums of 8- and 16-bit floats over the ranks of one host travel to other hosts. wide: "
-       "as "
-       "float32, so that the result is rounded once and does not depend on where ranks are. "
+       "as float32, so that the result is rounded once and does not depend on where ranks are. "
        "rounded: in the tensor's own type, in half of the bytes or fewer. Must be the same on all "
        "ranks."},
       {"MYCOLL_SUM_BLOCK", "1", number(&Env::sumBlock, 1, 1024),
@@ -390,21 +377,6 @@ const Reading& reading() {
   return found ? *found : read();
 }
 
-size_t editDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
-}
-
 }  // namespace
 
 const char* version() { return MYCOLL_VERSION; }
@@ -443,39 +415,6 @@ std::string expandPattern(std::string_view pattern, int rank) {
     }
   }
   return path;
-}
-
-std::string nearestName(std::string_view given, const std::vector<std::string>& names,
-                        size_t same) {
-  // If more than half of the letters differ, a similarity is chance.
-  size_t best = (given.size() - std::min(same, given.size())) / 2 + 1;
-  std::string nearest;
-  for (const std::string& name : names) {
-    const size_t distance = editDistance(given, name);
-    if (distance >= best) continue;
-    best = distance;
-    nearest = name;
-  }
-  return nearest;
-}
-
-std::vector<UnknownVariable> unknownVariables() {
-  constexpr std::string_view kPrefix = "MYCOLL_";
-  std::vector<std::string> names;
-  for (const Variable& variable : variables()) names.emplace_back(variable.name);
-  std::vector<UnknownVariable> unknown;
-  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
-    const std::string_view given = text.substr(0, text.find('='));
-    if (!given.starts_with(kPrefix) ||
-        std::find(names.begin(), names.end(), given) != names.end()) {
-      continue;
-    }
-    unknown.push_back({std::string(given), nearestName(given, names, kPrefix.size())});
-  }
-  std::sort(unknown.begin(), unknown.end(),
-            [](const auto& a, const auto& b) { return a.name < b.name; });
-  return unknown;
 }
 
 }  // namespace mycoll

@@ -126,16 +126,4 @@ std::vector<EnvEntry> describeEnv();
 // Expands %h (host), %p (process), %r (rank) and %% in a path; rank below 0: not known.
 std::string expandPattern(std::string_view pattern, int rank);
 
-// MYCOLL_* variables in the environment that mycoll does not know, most likely misspelt.
-struct UnknownVariable {
-  std::string name;
-  std::string nearest;  // a known name that resembles it; empty when none does
-};
-
-std::vector<UnknownVariable> unknownVariables();
-
-// The element of `names` that is similar to `given`; empty when none is. The first `same` letters,
-// which all of them share, do not count.
-std::string nearestName(std::string_view given, const std::vector<std::string>& names, size_t same);
-
 }  // namespace mycoll

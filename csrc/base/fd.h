@@ -34,7 +34,7 @@ class Fd {
   void keepFromChildren();
 
   void reset(int fd = -1) {
-    share();
+    if (isOurs_) endKeeping();
     const int old = std::exchange(fd_, fd);
     // EINTR is not retried: on Linux the descriptor is closed already, and its number may belong to
     // another thread by now.
@@ -42,9 +42,6 @@ class Fd {
   }
 
  private:
-  void share() {
-    if (isOurs_) endKeeping();
-  }
   void endKeeping();
 
   int fd_ = -1;

@@ -170,14 +170,7 @@ class Sink {
   uint64_t dropped_ GUARDED_BY(mutex_) = 0;   // lines
 };
 
-thread_local std::vector<Line> delayedLines;
 thread_local std::vector<std::function<void()>> delayedCalls;
-
-void write(Line line) {
-  if (detail::logDelays == 0) return Sink::get().write(line);
-  delayedLines.push_back(std::move(line));
-  detail::hasDelayed = true;
-}
 
 }  // namespace
 
@@ -202,8 +195,8 @@ void flushLog() {
 }
 
 void callAfterDelay(std::function<void()> fn) noexcept {
-  if (detail::logDelays == 0) return fn();
   try {
+    if (detail::logDelays == 0) return fn();
     delayedCalls.push_back(std::move(fn));
     detail::hasDelayed = true;
   } catch (const std::bad_alloc&) {
@@ -213,7 +206,6 @@ void callAfterDelay(std::function<void()> fn) noexcept {
 void detail::endDelay() noexcept {
   hasDelayed = false;
   try {
-    for (const Line& line : std::exchange(delayedLines, {})) Sink::get().write(line);
     for (const auto& call : std::exchange(delayedCalls, {})) call();
   } catch (const std::bad_alloc&) {
     // The rest is lost.
@@ -228,28 +220,21 @@ void detail::logLine(LogLevel level, const char* format, ...) {
   if (!isLogged(level)) return;
 
   const int savedErrno = errno;  // so that code may log between a call and the use of its errno
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
   va_list arguments;
   va_start(arguments, format);
-  va_list again;
-  va_copy(again, arguments);
-  char shortText[512];
-  Line line{level, "", {}};
-  clock_gettime(CLOCK_REALTIME, &line.when);
-  const int length = std::vsnprintf(shortText, sizeof(shortText), format, arguments);
+  char* text = nullptr;
+  const bool isThere = vasprintf(&text, format, arguments) >= 0;
   va_end(arguments);
   try {
-    if (length < static_cast<int>(sizeof(shortText))) {
-      line.text = length < 0 ? format : shortText;
-    } else {
-      line.text.resize(static_cast<size_t>(length) + 1);
-      std::vsnprintf(line.text.data(), line.text.size(), format, again);
-      line.text.pop_back();
+    if (isThere) {
+      callAfterDelay([line = Line{level, text, now}] { Sink::get().write(line); });
     }
-    write(std::move(line));
   } catch (const std::bad_alloc&) {
     // The line is lost.
   }
-  va_end(again);
+  if (isThere) std::free(text);
   errno = savedErrno;
 }
 

@@ -1,6 +1,9 @@
 #include "base/sanitize.h"
 
 #include <cstddef>
+#include <cstdint>
+
+#include "base/bytes.h"
 
 namespace mycoll {
 namespace {
@@ -47,6 +50,22 @@ Status statusFromPeer(int code, std::string_view text, const Cause& cause) {
   const bool isKnown =
       code > static_cast<int>(Code::kOk) && code <= static_cast<int>(Code::kDeadlock);
   return Status(isKnown ? static_cast<Code>(code) : Code::kInternal, sanitized(text), cause);
+}
+
+std::string encode(const Status& failure, size_t most) {
+  std::string bytes;
+  append(&bytes, static_cast<int32_t>(failure.code()));
+  append(&bytes, failure.cause());
+  return bytes + failure.message().substr(0, most - bytes.size());
+}
+
+bool decodeFailure(std::string_view bytes, Status* failure) {
+  Reader reader(bytes);
+  const auto code = reader.value<int32_t>();
+  const auto cause = reader.value<Cause>();
+  if (reader.hasFailed()) return false;
+  *failure = statusFromPeer(code, reader.rest(), cause);
+  return true;
 }
 
 std::string_view beginning(std::string_view text, size_t bytes) {

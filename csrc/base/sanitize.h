@@ -16,6 +16,11 @@ std::string sanitized(std::string_view text);
 // A failure as another process describes it. A code that does not exist becomes kInternal.
 Status statusFromPeer(int code, std::string_view text, const Cause& cause = {});
 
+// A failure on its way to another process: its code, cause and text, in at most so many bytes.
+std::string encode(const Status& failure, size_t most = std::string::npos);
+// Returns false if a process that runs this version did not write it.
+bool decodeFailure(std::string_view bytes, Status* failure);
+
 // The beginning or the end of a text, in at most so many bytes; no character is cut in two.
 std::string_view beginning(std::string_view text, size_t bytes);
 std::string_view ending(std::string_view text, size_t bytes);

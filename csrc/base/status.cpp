@@ -2,24 +2,6 @@
 
 namespace mycoll {
 
-const char* name(Code code) {
-  switch (code) {
-    case Code::kOk: return "ok";
-    case Code::kInvalidArgument: return "invalid argument";
-    case Code::kMismatch: return "mismatch";
-    case Code::kTimeout: return "timeout";
-    case Code::kPeerLost: return "peer lost";
-    case Code::kNetwork: return "network";
-    case Code::kStore: return "store";
-    case Code::kAborted: return "aborted";
-    case Code::kInterrupted: return "interrupted";
-    case Code::kUnsupported: return "unsupported";
-    case Code::kInternal: return "internal";
-    case Code::kDeadlock: return "deadlock";
-  }
-  return "unknown code";
-}
-
 const std::string& Status::message() const {
   // Never destroyed: a Status may outlive static destruction in a helper thread.
   static const std::string* const kEmpty = new std::string;
@@ -38,11 +20,6 @@ bool Status::isSameFailure(const Status& other) const {
   if (a.incident != 0 && a.incident == b.incident) return true;
   if (a.group != 0 || b.group != 0) return a.group == b.group;
   return code() == other.code() && message() == other.message();
-}
-
-std::string Status::toString() const {
-  if (ok()) return name(Code::kOk);
-  return std::string(name(rep_->code)) + ": " + rep_->message;
 }
 
 Status inGroup(const std::string& name, const Status& status) {

@@ -24,8 +24,6 @@ enum class Code {
   kDeadlock,  // ranks wait for each other in different calls
 };
 
-const char* name(Code code);
-
 // The facts of a group's failure. Programs decide by the code and these; the message is for people.
 // Plain bytes: it travels between ranks as it is.
 struct Cause {
@@ -58,8 +56,6 @@ class [[nodiscard]] Status {
   bool isSameFailure(const Status& other) const;
   // Empty when ok.
   const std::string& message() const;
-  // "timeout: ..." for logs and tests.
-  std::string toString() const;
 
  private:
   struct Rep {

@@ -20,6 +20,23 @@ constexpr Element kElements[] = {
 };
 static_assert(std::size(kElements) == static_cast<size_t>(DType::kCount));
 
+// By ReduceOp.
+constexpr const char* kReduceOps[] = {"SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR"};
+static_assert(std::size(kReduceOps) == static_cast<size_t>(ReduceOp::kCount));
+
+// By OpKind.
+constexpr const char* kOperations[] = {
+    "barrier",     "broadcast",
+    "all_reduce",  "reduce",
+    "all_gather",  "gather",
+    "scatter",     "reduce_scatter",
+    "all_to_all",  "monitored_barrier",
+    "send",        "recv",
+    "put",         "signal",
+    "wait_signal", "window",
+};
+static_assert(std::size(kOperations) == static_cast<size_t>(OpKind::kCount));
+
 }  // namespace
 
 size_t elementSize(DType dtype) {
@@ -33,18 +50,7 @@ const char* name(DType dtype) {
 }
 
 const char* name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return "SUM";
-    case ReduceOp::kProduct: return "PRODUCT";
-    case ReduceOp::kMin: return "MIN";
-    case ReduceOp::kMax: return "MAX";
-    case ReduceOp::kAvg: return "AVG";
-    case ReduceOp::kBAnd: return "BAND";
-    case ReduceOp::kBOr: return "BOR";
-    case ReduceOp::kBXor: return "BXOR";
-    case ReduceOp::kCount: break;
-  }
-  return "unknown reduce op";
+  return op < ReduceOp::kCount ? kReduceOps[static_cast<size_t>(op)] : "unknown reduce op";
 }
 
 bool isSupported(DType dtype, ReduceOp op) {
@@ -66,26 +72,7 @@ bool isSupported(DType dtype, ReduceOp op) {
 }
 
 const char* name(OpKind kind) {
-  switch (kind) {
-    case OpKind::kBarrier: return "barrier";
-    case OpKind::kBroadcast: return "broadcast";
-    case OpKind::kAllReduce: return "all_reduce";
-    case OpKind::kReduce: return "reduce";
-    case OpKind::kAllGather: return "all_gather";
-    case OpKind::kGather: return "gather";
-    case OpKind::kScatter: return "scatter";
-    case OpKind::kReduceScatter: return "reduce_scatter";
-    case OpKind::kAllToAll: return "all_to_all";
-    case OpKind::kMonitoredBarrier: return "monitored_barrier";
-    case OpKind::kSend: return "send";
-    case OpKind::kRecv: return "recv";
-    case OpKind::kPut: return "put";
-    case OpKind::kSignal: return "signal";
-    case OpKind::kWaitSignal: return "wait_signal";
-    case OpKind::kWindow: return "window";
-    case OpKind::kCount: break;
-  }
-  return "unknown operation";
+  return kind < OpKind::kCount ? kOperations[static_cast<size_t>(kind)] : "unknown operation";
 }
 
 }  // namespace mycoll

@@ -436,12 +436,6 @@ inline constexpr const char* kEnvironment = R"(Lists the MYCOLL_* variables.
 Returns:
     A dictionary for each: name, default, value, help, is_set, source.
 )";
-inline constexpr const char* kUnknownVariables =
-    R"(Finds MYCOLL_* variables that are set but do not exist, most likely misspelt.
-
-Returns:
-    Each with the known name that it resembles, or `""`.
-)";
 inline constexpr const char* kChooseInterface = R"(Chooses the network interfaces of a group.
 
 Args:

@@ -230,8 +230,11 @@ Milliseconds checkNotNegative(const char* name, Milliseconds time) {
 }
 
 [[noreturn]] void refuseField(const std::string& name) {
-  const std::string nearest =
-      mycoll::nearestName(name, {"timeout", "shutdown_timeout", "warn_after", "cpu", "nccl"}, 0);
+  const py::object similar = py::module_::import("difflib").attr("get_close_matches");
+  const std::vector<std::string> known = {"timeout", "shutdown_timeout", "warn_after", "cpu",
+                                          "nccl"};
+  const auto close = similar(name, known).cast<std::vector<std::string>>();
+  const std::string nearest = close.empty() ? "" : close.front();
   throw py::type_error(
       "mycoll.Options() has no field '" + name + "'" +
       (nearest == "nccl" ? "; what is for NCCL is set afterwards, as in options.nccl.min_ctas = 4"
@@ -253,14 +256,6 @@ py::list environment() {
     entries.append(row);
   }
   return entries;
-}
-
-py::list unknownVariables() {
-  py::list found;
-  for (const mycoll::UnknownVariable& each : mycoll::unknownVariables()) {
-    found.append(py::make_tuple(each.name, each.nearest));
-  }
-  return found;
 }
 
 py::list chooseInterface(const std::string& storeHost) {
@@ -590,7 +585,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("_require_nccl_memory", &mycoll::requireNcclMemory, doc::kRequireNcclMemory);
   module.def("_use_nccl", &mycoll::useNccl, py::arg("path"), doc::kUseNccl);
   module.def("environment", &environment, doc::kEnvironment);
-  module.def("unknown_variables", &unknownVariables, doc::kUnknownVariables);
   module.def("choose_interface", &chooseInterface, py::arg("store_host"), doc::kChooseInterface);
   module.def("usable_cores", &mycoll::usableCores, doc::kUsableCores);
   module.def("_log_to", &logTo, py::arg("file"), py::arg("level"), doc::kLogTo);

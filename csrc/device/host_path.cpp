@@ -185,7 +185,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
     number = longMessages_.fetch_add(1, std::memory_order_relaxed);
     std::memcpy(staging.mutable_data_ptr(), &number, sizeof(number));
   }
-  place_.host->noteOtherCallers();  // it leaves when the device has copied it
+  place_.host->diagnosis().noteOtherCallers();  // it leaves when the device has copied it
   const auto left = std::make_shared<std::atomic<size_t>>(cut.pieces());
   std::vector<std::shared_ptr<Outgoing>> pieces;
   operation->keep(request.takeKept());

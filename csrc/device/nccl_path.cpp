@@ -3,10 +3,10 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "backend/errors.h"
+#include "base/hash.h"
 #include "base/recycler.h"
 #include "device/copies.h"
 #include "device/device_group.h"
@@ -29,12 +29,7 @@ Signature signatureOf(Requests requests) {
         continue;
       }
       all.bytes += one.bytes;
-      uint64_t words[3];
-      std::memcpy(words, &one, sizeof(words));
-      for (const uint64_t word : words) {
-        all.layout = (all.layout ^ word) * 0x9e3779b97f4a7c15u;
-        all.layout ^= all.layout >> 29;
-      }
+      all.layout = fnv1a({reinterpret_cast<const char*>(&one), sizeof(one)}, all.layout);
     }
   }
   return all;

@@ -1,7 +1,5 @@
 #include "device/path_choice.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -45,14 +43,7 @@ std::string gpuOf(c10::Device device, const nccl::Library& library) {
   if (knowsSharing && isSet("NCCL_MULTI_RANK_GPU_ENABLE")) return "";
   std::string bus;
   if (!nccl::Cudart::get().busId(device.index(), &bus)) return "";
-  char host[64] = {};
-  gethostname(host, sizeof(host) - 1);
-  return std::string(host).substr(0, 30) + " " + bus;
-}
-
-std::string ncclVersion(int32_t version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
+  return hostName().substr(0, 30) + " " + bus;
 }
 
 const char* nameOf(uint8_t choice) {
@@ -122,7 +113,8 @@ Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vect
       reason = rank + " has no NCCL: " + reports[i].reason;
     } else if (reports[i].version != first.version) {
       reason = "NCCL differs: rank " + std::to_string(ranks.front()) + " has " +
-               ncclVersion(first.version) + ", " + rank + " has " + ncclVersion(reports[i].version);
+               nccl::versionText(first.version) + ", " + rank + " has " +
+               nccl::versionText(reports[i].version);
     }
     for (size_t j = 0; j < i && reason.empty(); ++j) {
       if (reports[i].gpu[0] == '\0' || reports[i].kernel != reports[j].kernel ||

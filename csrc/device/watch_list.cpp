@@ -24,9 +24,7 @@ Released& released() {
 
 }  // namespace
 
-std::string WatchedMessages::place() const {
-  return BlackBox::process().placeOf(calledAt).describe();
-}
+std::string WatchedMessages::place() const { return BlackBox::process().placeOf(calledAt); }
 
 std::string Watched::place() const {
   if (collective) return collective->record().place();

@@ -1,9 +1,9 @@
 #include "engine/agreement.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "engine/group.h"
 #include "transport/mesh.h"
 
@@ -99,8 +99,7 @@ std::string Agreement::notesSince(uint64_t first) const {
   std::string notes;
   const CallLog& calls = mailbox_.calls();
   for (uint64_t sequence = first; sequence <= calls.current(); ++sequence) {
-    const Note note{sequence, *calls.find(sequence), mailbox_.rank(), 0};
-    notes.append(reinterpret_cast<const char*>(&note), sizeof(note));
+    append(&notes, Note{sequence, *calls.find(sequence), mailbox_.rank(), 0});
   }
   return notes;
 }
@@ -145,14 +144,14 @@ bool Agreement::mayRepeat(int rank, uint64_t sequence) {
 void Agreement::sendArrived(int rank, const Note& note) {
   if (rank == mailbox_.rank() || membership_.hasFailed() || membership_.hasLeft(rank)) return;
   if (!mayRepeat(rank, note.sequence)) return;
-  std::string payload(reinterpret_cast<const char*>(&note), sizeof(note));
+  std::string payload;
+  append(&payload, note);
   for (int first = 0; first < mailbox_.ranks(); ++first) {
     if (reached_[first] <= note.sequence) continue;
     int last = first;
     while (last + 1 < mailbox_.ranks() && reached_[last + 1] > note.sequence) ++last;
-    const RankRange range{first, last};
-    if (payload.size() + sizeof(range) > kMaxControlBytes) break;
-    payload.append(reinterpret_cast<const char*>(&range), sizeof(range));
+    if (payload.size() + sizeof(RankRange) > kMaxControlBytes) break;
+    append(&payload, RankRange{first, last});
     first = last;
   }
   mailbox_.sendControl(rank, FrameKind::kArrived, payload, note.sequence);
@@ -225,8 +224,8 @@ std::vector<int> Agreement::behind(uint64_t sequence) {
 void Agreement::onProbe(int source, const std::string& payload) {
   if (payload.empty() || payload.size() % sizeof(Note) != 0) return;
   Note note;
-  for (size_t at = 0; at < payload.size(); at += sizeof(Note)) {
-    std::memcpy(&note, payload.data() + at, sizeof(note));
+  for (Reader reader(payload); reader.hasMore();) {
+    note = reader.value<Note>();
     note.rank = source;
     take(note);
   }
@@ -235,13 +234,11 @@ void Agreement::onProbe(int source, const std::string& payload) {
 
 // Whether the note is about a later collective than all notes before it, or about another call.
 bool Agreement::updateLatest(const Note& note) {
-  const bool isNewer = note.sequence > latest_.sequence || !hasLatest_;
-  if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
-    return false;
-  }
-  latest_ = note;
-  hasLatest_ = true;
-  return true;
+  const bool isOld =
+      latest_ && (note.sequence < latest_->sequence ||
+                  (note.sequence == latest_->sequence && note.signature == latest_->signature));
+  if (!isOld) latest_ = note;
+  return !isOld;
 }
 
 // Compares the note with this rank's own call, now or when that call begins.
@@ -259,17 +256,14 @@ void Agreement::take(const Note& note) {
 }
 
 void Agreement::onArrived(int source, const std::string& payload) {
-  Note note;
-  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(RankRange) != 0)
-    return;
-  std::memcpy(&note, payload.data(), sizeof(note));
-  if (note.rank < 0 || note.rank >= mailbox_.ranks()) return;
+  Reader reader(payload);
+  const auto note = reader.value<Note>();
+  if (reader.hasFailed() || note.rank < 0 || note.rank >= mailbox_.ranks()) return;
   bool isNew = updateLatest(note), isKnownToCome = false;
   take(note);
-  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(RankRange)) {
-    RankRange range;
-    std::memcpy(&range, payload.data() + at, sizeof(range));
-    if (range.first < 0 || range.last >= mailbox_.ranks()) return;
+  while (reader.hasMore()) {
+    const auto range = reader.value<RankRange>();
+    if (reader.hasFailed() || range.first < 0 || range.last >= mailbox_.ranks()) return;
     for (int rank = range.first; rank <= range.last; ++rank) {
       isKnownToCome |= rank == mailbox_.rank();
       if (rank != mailbox_.rank()) isNew |= noteArrived(rank, note.sequence);

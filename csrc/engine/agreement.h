@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -99,8 +100,7 @@ class Agreement {
     std::chrono::milliseconds pause{0};
   };
   std::map<int, Repeated> repeated_ GUARDED_BY(ioRole);
-  Note latest_ GUARDED_BY(ioRole);  // the latest one that a rank waits long in
-  bool hasLatest_ GUARDED_BY(ioRole) = false;
+  std::optional<Note> latest_ GUARDED_BY(ioRole);  // the latest one that a rank waits long in
   Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };
 

@@ -30,15 +30,20 @@ constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 // The ranks of the new group, if a group of the job contains all of them.
 KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
-  const std::shared_ptr<Communicator> group = engine.groupWith(options.globalRanks);
-  if (!group) return {};
-  const std::vector<int64_t> ranks = jobRanks(group->options());
-  std::vector<int> members;
-  for (const int64_t rank : options.globalRanks) {
-    members.push_back(
-        static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin()));
+  for (const std::shared_ptr<Communicator>& group : engine.groups()) {
+    if (!group->options().isOfJob || group->membership().isLeaving()) continue;
+    const std::vector<int64_t> ranks = jobRanks(group->options());
+    std::vector<int> members;
+    for (const int64_t rank : options.globalRanks) {
+      const auto found = std::find(ranks.begin(), ranks.end(), rank);
+      if (found == ranks.end()) break;
+      members.push_back(static_cast<int>(found - ranks.begin()));
+    }
+    if (members.size() == options.globalRanks.size()) {
+      return KnownPeers::from(group->address(), members, options.name);
+    }
   }
-  return KnownPeers::from(group->address(), members, options.name);
+  return {};
 }
 
 // The number of ranks that compete with this one for its cores. A container that has only some of
@@ -94,14 +99,11 @@ Signature signatureOf(OpKind kind) {
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Communicator>* result) {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<const Engine::Seat> seat;
-  const Status made = Engine::process(options.storeHost,
-                                      {options.name, options.rank, options.ranks}, &engine, &seat);
+  const Status made = Engine::process(&options, &engine);
   if (!made.ok()) {
     reportAbsence(options, *store, made);
     return inGroup(options.name, made);
   }
-  options.seat = std::move(seat);
   return create(std::move(options), std::move(store), std::move(engine), result);
 }
 
@@ -124,9 +126,9 @@ Status Communicator::form(GroupOptions options, Store* store, const std::shared_
                           KnownPeers known, std::shared_ptr<Communicator>* result) {
   raiseDescriptorLimit(options.ranks);
   GroupAddress address;
-  const std::unique_ptr<Formation> formation =
-      Formation::make(options, store, *engine, std::move(known));
-  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, formation->run(&address)));
+  std::shared_ptr<void> connections;
+  MYCOLL_RETURN_IF_ERROR(inGroup(
+      options.name, formGroup(options, store, *engine, std::move(known), &connections, &address)));
   MYCOLL_RETURN_IF_ERROR(inGroup(options.name, checkTransport(*engine->mesh(), address)));
   *result = add(engine, options, std::move(address));
   return Status();
@@ -281,7 +283,7 @@ OpPtr Communicator::putInto(char* place, const Message& message) {
   signature.bytes = message.data.bytes;
   const auto op = makeMessage(OpKind::kPut, message, signature);
   if (op->done()) return op;
-  if (group_.membership.departureOf(message.rank) == Departure::kLeft) {
+  if (group_.membership.hasLeft(message.rank)) {
     op->finish(group_.membership.departed(message.rank));
     return op;
   }
@@ -317,12 +319,6 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineOf(*op, timeout);
   op->self = op;
-  if (isOutgoing(kind)) {
-    if (message.rank != group_.options.rank) {  // close() does not wait for messages to itself
-      sending_->fetch_add(1, std::memory_order_relaxed);
-      op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
-    }
-  }
   const auto messageClass = kind == OpKind::kSend || kind == OpKind::kRecv
                                 ? MessageClass::kPointToPoint
                                 : MessageClass::kWindow;
@@ -400,8 +396,17 @@ void Communicator::abort(const std::string& reason) {
   queue_.run(0);
 }
 
+int Communicator::sending() {
+  int count = 0;
+  mailbox_.forEachMessage([&](Transfer& message) {
+    const auto& op = static_cast<const MessageOp&>(message);
+    count += isOutgoing(op.kind()) && op.rank != rank();
+  });
+  return count;
+}
+
 bool Communicator::isBusy(Deadline unsent) {
-  return !queue_.isEmpty() || sending_->load() > 0 || !mailbox_.isFlushed() ||
+  return !queue_.isEmpty() || sending() > 0 || !mailbox_.isFlushed() ||
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 
@@ -421,7 +426,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   // Messages that their senders have not begun to send may never be sent: do not wait long for
   // them.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
-  const Attending attending(*group_.engine);
+  const Queue::Waiting waiting(queue_, /*isInQueue=*/false);
   Deadline tick = Deadline::after(kWaitTick);
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);
@@ -436,7 +441,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   if (!hasFailed() && isBusy(unsent)) {
     logFailure("mycoll group '" + group_.options.name +
                "': destroyed on this rank with operations that are not done (collectives: " +
-               std::to_string(queue_.size()) + ", sends: " + std::to_string(sending_->load()) +
+               std::to_string(queue_.size()) + ", sends: " + std::to_string(sending()) +
                "). They are lost: wait() for every operation before destroy_process_group()");
     if (!queue_.isEmpty()) group_.membership.failHost();
   }
@@ -448,17 +453,16 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   }
   group_.membership.sendGoodbye(destroyed(), reason);
   const int last = leavesAfter_.load();
-  const bool isMet = last >= 0 && (group_.membership.departureOf(last) != Departure::kUnknown ||
-                                   mailbox_.isConnectedTo(last));
+  const Membership& members = group_.membership;
+  const bool isMet =
+      last >= 0 && (members.hasLeft(last) || members.arena() || mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   // A connection that hangs may be the reason why the group is dead: do not wait long for it.
   const Deadline flushed =
       hasFailed() ? earlier(deadline, Deadline::after(kUnsentGrace)) : deadline;
   auto isDone = [&] {
     if (flushed.expired()) return true;
-    return mailbox_.isFlushed() &&
-           (!isMet || group_.membership.departureOf(last) == Departure::kLeft ||
-            patience.expired());
+    return mailbox_.isFlushed() && (!isMet || members.hasLeft(last) || patience.expired());
   };
   while (!isDone()) {
     if (!mesh.progress()) usleep(50);

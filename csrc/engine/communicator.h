@@ -168,8 +168,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Records a message that runs elsewhere and was called at this place of the program. The caller
   // finishes the record when it detects the end of the message.
   OpRecord recordMessage(Operation message, uint32_t site);
-  // Threads that have not called this group so far may make the call that others wait for.
-  void noteOtherCallers() { diagnosis_.noteOtherCallers(); }
 
   // ---- the end
   // Not ok once the group is dead: the first cause.
@@ -219,6 +217,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // this rank made the call, too.
   OpPtr endAtOnce(std::shared_ptr<Op> op, const Operation& operation);
   Deadline deadlineOf(const Op& op, Milliseconds timeout) const;
+  // The number of messages to other ranks that are not done.
+  int sending();
   // An operation that other ranks may still need is in progress.
   bool isBusy(Deadline unsent);
   // The status of calls that are made after the group was closed.
@@ -232,8 +232,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   Diagnosis diagnosis_;
 
   std::atomic<uint64_t> messages_{0};
-  // Sends that are not done; shared with them, as they may outlive the group.
-  const std::shared_ptr<std::atomic<int>> sending_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<int> leavesAfter_{-1};
 
   std::atomic<uint64_t> windows_{0};

@@ -1,7 +1,6 @@
 #include "engine/diagnosis.h"
 
 #include <algorithm>
-#include <cinttypes>
 #include <cstdio>
 #include <iterator>
 #include <sstream>
@@ -17,6 +16,7 @@
 #include "engine/engine.h"
 #include "engine/queue.h"
 #include "engine/runner.h"
+#include "observe/black_box.h"
 #include "observe/trace_file.h"
 #include "transport/mesh.h"
 
@@ -112,56 +112,32 @@ std::string oneLine(std::string text) {
   return text;
 }
 
-std::vector<std::string> splitLines(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-// The processes on the way of a question, in order: "uid:wait;uid:wait;".
-std::vector<std::pair<std::string, uint64_t>> decodeWay(const std::string& text) {
-  std::vector<std::pair<std::string, uint64_t>> way;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ';');) {
-    const size_t colon = part.find(':');
-    if (colon == part.npos) return {};
-    way.emplace_back(part.substr(0, colon), std::strtoull(part.c_str() + colon + 1, nullptr, 16));
-  }
-  return way;
-}
-
-std::string encodeStep(const std::string& uid, uint64_t wait) {
-  char number[32];
-  std::snprintf(number, sizeof(number), ":%" PRIx64 ";", wait);
-  return uid + number;
+std::vector<std::string> stepsOf(const std::string& way) {
+  std::vector<std::string> steps;
+  std::istringstream stream(way);
+  for (std::string step; std::getline(stream, step, ';');) steps.push_back(step);
+  return steps;
 }
 
 }  // namespace
 
-// Encoded with one field per line: round, 'c' or 'm', number, way, then one line for each wait.
 struct Diagnosis::Question {
   uint32_t round = 0;
   bool isMessage = false;  // it is about a send or a receive; else the collective `number`
   uint64_t number = 0;
-  std::string way;
-  std::vector<std::string> waits;
+  std::string way{};    // the processes, and what each waits for: "uid:wait;uid:wait;"
+  std::string waits{};  // the same in words: a line for each, with a line break before it
 
   std::string encode() const {
-    std::string text = std::to_string(round) + "\n" + (isMessage ? "m" : "c") + "\n" +
-                       std::to_string(number) + "\n" + way + "\n";
-    for (const std::string& line : waits) text += line + "\n";
-    return text;
+    return std::to_string(round) + (isMessage ? " m " : " c ") + std::to_string(number) + " " +
+           way + waits;
   }
   static bool decode(const std::string& text, Question* question) {
-    std::vector<std::string> lines = splitLines(text);
-    if (lines.size() < 5) return false;
-    question->round = static_cast<uint32_t>(std::strtoul(lines[0].c_str(), nullptr, 10));
-    question->isMessage = lines[1] == "m";
-    question->number = std::strtoull(lines[2].c_str(), nullptr, 10);
-    question->way = lines[3];
-    question->waits.assign(lines.begin() + 4, lines.end());
-    return true;
+    std::istringstream stream(text);
+    char kind = 0;
+    stream >> question->round >> kind >> question->number >> question->way;
+    question->isMessage = kind == 'm';
+    return static_cast<bool>(std::getline(stream, question->waits, '\0'));
   }
 };
 
@@ -204,7 +180,7 @@ std::string Diagnosis::rankPrefix() const {
 // ...)".
 std::string Diagnosis::stateOf(int rank) const {
   // The last answer of a rank that has left is of no use.
-  if (group_.membership.departureOf(rank) == Departure::kLeft) return "";
+  if (group_.membership.hasLeft(rank)) return "";
   const PeerAddress& peer = group_.mailbox.group().peers[rank];
   Mesh& mesh = *group_.engine->mesh();
   return (mesh.isVisible(peer) ? describe(lookAtProcess(peer.pid, peer.startTicks)) : "") +
@@ -291,7 +267,7 @@ void Diagnosis::checkHealth() {
     if (round) block = blockOf(op, std::move(missing));
   });
   group_.membership.propagate();
-  if (block) forward(Question{*round, false, 0, {}, {}}, *block);
+  if (block) forward(Question{*round}, *block);
 }
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
@@ -321,7 +297,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   }
   std::vector<int> gone;
   for (int rank : missing) {
-    if (group_.membership.departureOf(rank) == Departure::kLeft) gone.push_back(rank);
+    if (group_.membership.hasLeft(rank)) gone.push_back(rank);
   }
   // Without memory that all share, a rank without a connection may have ended instead of left:
   // others know that.
@@ -348,8 +324,7 @@ void Diagnosis::checkMessage(MessageOp& op) {
   if (op.done() || group_.membership.checkArena()) return;
   if (!op.deadline.expired()) {
     const std::optional<uint32_t> round = nextRound(op, op.submitted);
-    if (const auto block = round ? blockOf(op) : std::nullopt)
-      forward(Question{*round, false, 0, {}, {}}, *block);
+    if (const auto block = round ? blockOf(op) : std::nullopt) forward(Question{*round}, *block);
     return;
   }
   const bool isAnyone = op.rank == kFromAnyone;
@@ -391,9 +366,9 @@ uint64_t Diagnosis::callingThread() const {
 
 // ---- what this rank is doing -------------------------------------------------------------------
 
-uint64_t Diagnosis::identityOf(bool isMessage, uint64_t number) const {
-  uint64_t mixed = (number * 2 + (isMessage ? 1 : 0) + 1) * 0x9e3779b97f4a7c15ULL;
-  return group_.mailbox.group().context ^ mixed ^ (mixed >> 29);
+std::string Diagnosis::identityOf(const Op& op) const {
+  return toContext(group_.mailbox.group().context) + (op.isMessage() ? "m" : "c") +
+         std::to_string(op.sequence());
 }
 
 std::optional<Diagnosis::Block> Diagnosis::blockedHead() {
@@ -411,12 +386,8 @@ Diagnosis::Block Diagnosis::blockBy(const Op& op, const std::string& call, Clock
                                     std::vector<int> ranks) {
   const std::string text =
       call + " of group '" + group_.options.name + "', for " + seconds(Clock::now() - since);
-  return {self_.shared_from_this(),
-          identityOf(op.isMessage(), op.sequence()),
-          text,
-          op.isMessage(),
-          op.sequence(),
-          std::move(ranks)};
+  return {self_.shared_from_this(), identityOf(op), text,
+          op.isMessage(),           op.sequence(),  std::move(ranks)};
 }
 
 std::optional<Diagnosis::Block> Diagnosis::blockOf(const CollectiveOp& op,
@@ -495,9 +466,9 @@ std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
 void Diagnosis::forward(Question question, const Block& block) {
   question.isMessage = block.isMessage;
   question.number = block.number;
-  question.way += encodeStep(group_.engine->mesh()->address().uid, block.identity);
+  question.way += group_.engine->mesh()->address().uid + ":" + block.identity + ";";
   Mailbox& mailbox = block.group->mailbox();
-  question.waits.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
+  question.waits += "\n  " + oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text);
   const std::string text = question.encode();
   if (text.size() > kMaxQuestion) return;
   for (size_t i = 0; i < std::min(block.ranks.size(), kMaxAsked); ++i) {
@@ -540,18 +511,17 @@ void Diagnosis::onQuestion(int source, const std::string& text) {
   std::optional<Block> block;
   const std::string answer = explain(question, &block);
   group_.mailbox.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
-  const auto way = decodeWay(question.way);
-  if (!block || way.empty()) return;
-  const std::string& self = group_.engine->mesh()->address().uid;
-  if (way.front().first == self) {
-    if (way.front().second == block->identity) onCycle(question, *block);
+  if (!block) return;
+  const std::string self = group_.engine->mesh()->address().uid + ":";
+  if (question.way.starts_with(self)) {
+    if (question.way.starts_with(self + block->identity + ";")) onCycle(question, *block);
     return;
   }
   // This cycle does not contain the sender of the question: its members find it themselves.
-  if (question.way.find(self + ":") != question.way.npos) return;
+  if (question.way.find(self) != question.way.npos) return;
   {
-    const std::string key = encodeStep(way.front().first, way.front().second) +
-                            std::to_string(question.round) + encodeStep("", block->identity);
+    const std::string key = question.way.substr(0, question.way.find(';') + 1) +
+                            std::to_string(question.round) + ":" + block->identity;
     MutexLock lock(mutex_);
     if (std::find(passedOn_.begin(), passedOn_.end(), key) != passedOn_.end()) return;
     passedOn_.push_back(key);
@@ -570,12 +540,12 @@ bool Diagnosis::wasSeenBefore(const Question& question) {
 
 void Diagnosis::onCycle(const Question& question, const Block& block) {
   if (!block.group->diagnosis().wasSeenBefore(question)) return;
-  std::string text = question.waits.size() == 1
-                         ? "mycoll: DEADLOCK: this rank waits for a message of its own"
-                         : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
-                           "call, and none can go on";
-  for (const std::string& line : question.waits) text += "\n  " + line;
-  if (question.waits.size() > 1) {
+  const bool isAlone = stepsOf(question.way).size() == 1;
+  std::string text = isAlone ? "mycoll: DEADLOCK: this rank waits for a message of its own"
+                             : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
+                               "call, and none can go on";
+  text += question.waits;
+  if (!isAlone) {
     text +=
         "\n  Ranks that share groups must call their operations in the same order; an operation "
         "with async_op=True holds up nothing until it is waited for.";
@@ -588,15 +558,15 @@ void Diagnosis::onDeadlock(const std::string& payload) {
   const size_t end = payload.find('\n');
   if (end == payload.npos) return;
   const std::string cycle = payload.substr(0, end);
-  const auto way = decodeWay(cycle);
-  const std::string& self = group_.engine->mesh()->address().uid;
+  const std::vector<std::string> way = stepsOf(cycle);
+  const std::string self = group_.engine->mesh()->address().uid + ":";
   for (size_t i = 0; i < way.size(); ++i) {
-    if (way[i].first != self) continue;
+    if (!way[i].starts_with(self)) continue;
     for (const std::shared_ptr<Communicator>& group : group_.engine->groups()) {
-      if (!group->diagnosis().isWaitingIn(way[i].second)) continue;
+      if (!group->diagnosis().isWaitingIn(way[i].substr(self.size()))) continue;
       const auto& peers = group->mailbox().group().peers;
       for (size_t rank = 0; i + 1 < way.size() && rank < peers.size(); ++rank) {
-        if (peers[rank].uid != way[i + 1].first) continue;
+        if (!way[i + 1].starts_with(peers[rank].uid + ":")) continue;
         group->mailbox().notify(static_cast<int>(rank), FrameKind::kDeadlock, payload);
       }
       Cause fields;
@@ -607,12 +577,12 @@ void Diagnosis::onDeadlock(const std::string& payload) {
   }
 }
 
-bool Diagnosis::isWaitingIn(uint64_t identity) {
+bool Diagnosis::isWaitingIn(const std::string& identity) {
   if (group_.membership.hasFailed()) return false;
   if (const auto block = blockedHead(); block && block->identity == identity) return true;
   const std::optional<Wait> wait = group_.engine->waits().of(callingThread());
-  return wait && wait->group.lock().get() == &self_ && !wait->op->done() &&
-         identityOf(true, wait->op->sequence()) == identity;
+  return wait && wait->group.lock().get() == &self_ && !wait->op->done() && wait->op->isMessage() &&
+         identityOf(*wait->op) == identity;
 }
 
 }  // namespace mycoll

@@ -90,8 +90,8 @@ class Diagnosis {
   // A wait that cannot end before other ranks make a call.
   struct Block {
     std::shared_ptr<Communicator> group;
-    uint64_t identity = 0;  // of the awaited operation; different for any other
-    std::string text;       // "all_reduce ... (call #3) of group 'x', for 2.1 s, waits for rank 1"
+    std::string identity;  // of the awaited operation; different for any other
+    std::string text;      // "all_reduce ... (call #3) of group 'x', for 2.1 s, waits for rank 1"
     bool isMessage = false;
     uint64_t number = 0;
     std::vector<int> ranks;  // of the group: all of them must make the call
@@ -121,7 +121,7 @@ class Diagnosis {
   // Returns the number of the next question if it is time to ask it.
   std::optional<uint32_t> nextRound(Op& op, Clock::time_point since);
   void forward(Question question, const Block& block);
-  uint64_t identityOf(bool isMessage, uint64_t number) const;
+  std::string identityOf(const Op& op) const;
   Block blockBy(const Op& op, const std::string& call, Clock::time_point since,
                 std::vector<int> ranks);
   // Returns the reason why an op is blocked; nullopt if it waits for no particular ranks, or can
@@ -136,7 +136,7 @@ class Diagnosis {
   void onCycle(const Question& question, const Block& block);
   bool wasSeenBefore(const Question& question);
   void onDeadlock(const std::string& payload);
-  bool isWaitingIn(uint64_t identity);
+  bool isWaitingIn(const std::string& identity);
 
   Communicator& self_;
   Group& group_;

@@ -19,10 +19,7 @@ std::string nonceOfTexts(const Handle& handle) {
 
 Status Endpoint::make(GroupOptions options, std::unique_ptr<Endpoint>* result) {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<const Engine::Seat> seat;
-  MYCOLL_RETURN_IF_ERROR(Engine::process(
-      options.storeHost, {options.name, options.rank, options.ranks}, &engine, &seat));
-  options.seat = std::move(seat);
+  MYCOLL_RETURN_IF_ERROR(Engine::process(&options, &engine));
   return make(std::move(options), std::move(engine), result);
 }
 
@@ -117,13 +114,18 @@ Status Endpoint::send(const std::string& handle, const std::string& text) {
 }
 
 std::vector<std::string> Endpoint::receive(std::chrono::milliseconds atMost) {
-  std::vector<std::string> texts = reception_->takeTexts();
-  if (!texts.empty() || atMost.count() == 0) return texts;
-  const Listening listening(*engine_);
-  wakeup_.wait(atMost);
-  engine_->mesh()->progress();
-  engine_->mesh()->checkProcesses();
-  return reception_->takeTexts();
+  std::vector<InvitationMessage> messages = reception_->takeMessages();
+  if (messages.empty() && atMost.count() > 0) {
+    const Listening listening(*engine_->mesh());
+    engine_->wake();
+    wakeup_.wait(atMost);
+    engine_->mesh()->progress();
+    engine_->mesh()->checkProcesses();
+    messages = reception_->takeMessages();
+  }
+  std::vector<std::string> texts;
+  for (InvitationMessage& message : messages) texts.push_back(std::move(message.text));
+  return texts;
 }
 
 Status Endpoint::watch(const std::vector<std::string>& handles) {

@@ -33,8 +33,8 @@ struct ProcessEngines {
 
 }  // namespace
 
-Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
-                       std::shared_ptr<const Seat>* seat) {
+Status Engine::process(GroupOptions* group, std::shared_ptr<Engine>* result) {
+  const auto rank = std::make_shared<const Seat>(Seat{group->name, group->rank, group->ranks});
   ProcessEngines& shared = perProcess<ProcessEngines>();
   std::vector<std::shared_ptr<Engine>> living;  // released without the lock
   MutexLock lock(shared.mutex);
@@ -42,20 +42,20 @@ Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<
     living.push_back(entry.lock());
     return living.back() == nullptr;
   });
-  const auto isFree = [&](const auto& engine) { return engine && !engine->isTakenFor(rank); };
+  const auto isFree = [&](const auto& engine) { return engine && !engine->isTakenFor(*rank); };
   const auto found = std::find_if(living.begin(), living.end(), isFree);
   if (found != living.end()) {
     *result = *found;
   } else {
     MeshOptions options;
     MYCOLL_RETURN_IF_ERROR(MeshOptions::fromEnv(&options));
-    options.storeHost = storeHost;
+    options.storeHost = group->storeHost;
     MYCOLL_RETURN_IF_ERROR(create(options, result));
     shared.engines.push_back(*result);
   }
-  *seat = std::make_shared<const Seat>(std::move(rank));
   std::erase_if((*result)->seats_, [](const auto& entry) { return entry.expired(); });
-  (*result)->seats_.push_back(*seat);
+  (*result)->seats_.push_back(rank);
+  group->seat = rank;
   return Status();
 }
 
@@ -67,51 +67,42 @@ bool Engine::isTakenFor(const Seat& rank) const {
   });
 }
 
+// The thread itself may drop the last group. So it holds the engine, too, until it ends; what
+// others hold stops it.
 Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* result) {
   auto engine = std::shared_ptr<Engine>(new Engine);
-  MYCOLL_RETURN_IF_ERROR(Mesh::create(options, &engine->progress_->mesh));
+  MYCOLL_RETURN_IF_ERROR(Mesh::create(options, &engine->mesh_));
   try {
     const SignalsBlocked blocked;
-    engine->thread_ = std::thread([progress = engine->progress_] { progress->run(); });
+    engine->thread_ = std::thread([engine] { engine->run(); });
   } catch (const std::system_error& error) {
     return Status(Code::kInternal, std::string("cannot start a thread: ") + error.what());
   }
   pthread_setname_np(engine->thread_.native_handle(), "mycoll");
-  *result = std::move(engine);
+  result->reset(engine.get(),
+                [engine](Engine*) mutable { std::exchange(engine, nullptr)->stop(); });
   return Status();
 }
 
-Engine::~Engine() {
-  if (!thread_.joinable()) return;  // create() has failed
+void Engine::stop() {
   {
-    MutexLock lock(progress_->mutex);
-    progress_->isStopped = true;
-    ++progress_->wakeUps;
-    progress_->woken.notify_all();
+    MutexLock lock(mutex_);
+    isStopped_ = true;
+    ++wakeUps_;
+    woken_.notify_all();
   }
-  progress_->mesh->sleeper().wakeAll();
+  mesh_->sleeper().wakeAll();
   if (std::this_thread::get_id() == thread_.get_id()) {
-    thread_.detach();  // it dropped the last group itself, and ends now
+    thread_.detach();
   } else {
     thread_.join();
   }
 }
 
 void Engine::add(const std::shared_ptr<Communicator>& group) {
-  MutexLock lock(progress_->mutex);
-  std::erase_if(progress_->groups, [](const auto& entry) { return entry.expired(); });
-  progress_->groups.push_back(group);
-}
-
-std::shared_ptr<Communicator> Engine::groupWith(std::vector<int64_t> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  for (const auto& group : groups()) {
-    if (!group->options().isOfJob || group->membership().isLeaving()) continue;
-    std::vector<int64_t> members = jobRanks(group->options());
-    std::sort(members.begin(), members.end());
-    if (std::includes(members.begin(), members.end(), ranks.begin(), ranks.end())) return group;
-  }
-  return nullptr;
+  MutexLock lock(mutex_);
+  std::erase_if(groups_, [](const auto& entry) { return entry.expired(); });
+  groups_.push_back(group);
 }
 
 std::map<int64_t, Engine::Loss> Engine::losses() {
@@ -129,49 +120,49 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   return found;
 }
 
-void Engine::Progress::wake() {
+void Engine::wake() {
   // Pairs with work(): either that thread sees the work, or this one sees that it sleeps.
-  if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
+  if (activity_.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
-    MutexLock lock(mutex);
-    ++wakeUps;
-    woken.notify_all();
+    MutexLock lock(mutex_);
+    ++wakeUps_;
+    woken_.notify_all();
   }
-  mesh->sleeper().wakeAll();
+  mesh_->sleeper().wakeAll();
 }
 
-void Engine::Progress::wakeIfAsleep() {
-  if (activity.fetch_add(0, std::memory_order_seq_cst) == kSleeping) wake();
+void Engine::wakeIfAsleep() {
+  if (activity_.fetch_add(0, std::memory_order_seq_cst) == kSleeping) wake();
 }
 
-bool Engine::Progress::stopped() {
-  MutexLock lock(mutex);
-  return isStopped;
+bool Engine::isStopped() {
+  MutexLock lock(mutex_);
+  return isStopped_;
 }
 
-std::vector<std::shared_ptr<Communicator>> Engine::Progress::alive() {
+std::vector<std::shared_ptr<Communicator>> Engine::groups() {
   std::vector<std::shared_ptr<Communicator>> found;
-  MutexLock lock(mutex);
-  for (auto& entry : groups) {
+  MutexLock lock(mutex_);
+  for (auto& entry : groups_) {
     if (auto group = entry.lock()) found.push_back(std::move(group));
   }
   return found;
 }
 
-void Engine::Progress::handleMessages() {
-  if (messages.load(std::memory_order_relaxed) == 0) return;
-  messages.exchange(0, std::memory_order_acquire);
-  for (auto& group : alive()) group->diagnosis().handleMessages();
+void Engine::handleMessages() {
+  if (messages_.load(std::memory_order_relaxed) == 0) return;
+  messages_.exchange(0, std::memory_order_acquire);
+  for (auto& group : groups()) group->diagnosis().handleMessages();
 }
 
 // True if anything moved. *isNeeded: there is work that no other thread will do. *advanced: a queue
 // advanced, or bytes moved within this host.
-bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
-  const std::vector<std::shared_ptr<Communicator>> living = alive();
+bool Engine::workOnce(bool* isNeeded, bool* advanced) {
+  const std::vector<std::shared_ptr<Communicator>> living = groups();
   *advanced = false;
-  bool moved = mesh->progress(advanced);
+  bool moved = mesh_->progress(advanced);
   handleMessages();
-  *isNeeded = mesh->hasPending() && !someoneWaits();
+  *isNeeded = mesh_->hasPending() && !someoneWaits();
   for (auto& group : living) {
     if (!group->queue().isUnattended()) continue;
     *isNeeded = true;
@@ -182,22 +173,22 @@ bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
 
 // Retries when memory runs out. The mesh, which cannot resume an interrupted step, then fails its
 // groups itself.
-void Engine::Progress::run() {
+void Engine::run() {
   for (;;) {
     try {
       return work();
     } catch (const std::bad_alloc&) {
-      activity.exchange(kWorking, std::memory_order_seq_cst);
+      activity_.exchange(kWorking, std::memory_order_seq_cst);
       sched_yield();
     }
   }
 }
 
-void Engine::Progress::work() {
+void Engine::work() {
   auto lastMove = Clock::now();
   uint64_t lastWaits = 0;
-  while (!stopped()) {
-    const uint64_t generation = mesh->sleeper().generation();
+  while (!isStopped()) {
+    const uint64_t generation = mesh_->sleeper().generation();
     bool isNeeded = false, advanced = false;
     doChores();
     if (workOnce(&isNeeded, &advanced)) {
@@ -207,23 +198,23 @@ void Engine::Progress::work() {
     if (!isNeeded) {
       uint64_t seen;
       {
-        MutexLock lock(mutex);
-        seen = wakeUps;
+        MutexLock lock(mutex_);
+        seen = wakeUps_;
       }
-      const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
+      const uint64_t waitsNow = waitCounts_.load(std::memory_order_relaxed);
       const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
-      activity.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
+      activity_.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
       // Look once more: from here on a caller that brings work wakes this thread.
       if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
           waitForWork(seen);
-          mesh->progress(nullptr, /*polls=*/true);
+          mesh_->progress(nullptr, /*polls=*/true);
         } else {
-          mesh->sleeper().idle(generation, Deadline::after(kHousekeeping));
-          mesh->checkProcesses();
+          mesh_->sleeper().idle(generation, Deadline::after(kHousekeeping));
+          mesh_->checkProcesses();
         }
       }
-      activity.exchange(kWorking, std::memory_order_seq_cst);
+      activity_.exchange(kWorking, std::memory_order_seq_cst);
       lastMove = Clock::now();
       continue;
     }
@@ -232,34 +223,34 @@ void Engine::Progress::work() {
       sched_yield();
       continue;
     }
-    std::vector<std::shared_ptr<Communicator>> asleep = alive();
+    std::vector<std::shared_ptr<Communicator>> asleep = groups();
     std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
-    Sleeper::Nap nap(mesh->sleeper(), generation);
+    Sleeper::Nap nap(mesh_->sleeper(), generation);
     std::vector<Arena*> arenas;
     for (const auto& group : asleep) {
       if (Arena* const arena = group->arena()) arenas.push_back(arena);
     }
-    const Asleep ringing(*mesh, arenas);
-    activity.exchange(kSleeping, std::memory_order_seq_cst);
+    const Asleep ringing(*mesh_, arenas);
+    activity_.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded, &advanced)) {
       // Without a group that waits, only handshakes, queued messages and new groups are waited for.
       nap.sleep(Deadline::after(asleep.empty() ? kChores : kWaitTick));
-      mesh->checkProcesses();
+      mesh_->checkProcesses();
       for (auto& group : asleep) group->diagnosis().checkHealth();
     }
-    activity.exchange(kWorking, std::memory_order_seq_cst);
+    activity_.exchange(kWorking, std::memory_order_seq_cst);
     if (advanced) lastMove = Clock::now();
   }
 }
 
 // Periodic background work; most of the time it is not due.
-void Engine::Progress::doChores() {
+void Engine::doChores() {
   const auto now = Clock::now();
-  if (now < nextChores) return;
-  nextChores = now + kChores;
+  if (now < nextChores_) return;
+  nextChores_ = now + kChores;
   flushLog();
   bool isUnseen = false;
-  for (auto& group : alive()) {
+  for (auto& group : groups()) {
     // Another rank of the host may have failed a group that no thread of this process waits in.
     isUnseen |= !group->queue().hasWaiters() && group->membership().checkArena();
     group->diagnosis().checkFutures();
@@ -271,10 +262,10 @@ void Engine::Progress::doChores() {
 // There is nothing to do, and the user's threads wait for their operations themselves. Their
 // sockets' events would wake this thread for nothing, so it does not wait for events until the
 // process is quiet.
-void Engine::Progress::waitForWork(uint64_t seenWakeUps) {
-  MutexLock lock(mutex);
-  woken.wait_for(lock.native(), kWaitForWork,
-                 [&]() REQUIRES(mutex) { return isStopped || wakeUps != seenWakeUps; });
+void Engine::waitForWork(uint64_t seenWakeUps) {
+  MutexLock lock(mutex_);
+  woken_.wait_for(lock.native(), kWaitForWork,
+                  [&]() REQUIRES(mutex_) { return isStopped_ || wakeUps_ != seenWakeUps; });
 }
 
 }  // namespace mycoll

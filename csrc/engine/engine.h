@@ -24,45 +24,33 @@
 namespace mycoll {
 
 class Communicator;
+struct GroupOptions;
 
 class Engine {
  public:
-  // A rank of a group, for as long as the seat is referenced.
-  struct Seat {
-    std::string group;
-    int rank;
-    int ranks;
-  };
-  // Returns the process's engine, or makes one. A process may hold several ranks of one group, as
-  // threads (in tests) or as actors: each of them appears to the others as a process of its own,
-  // with an engine of its own. *seat: to be held while the rank is in the group. storeHost: as in
-  // MeshOptions.
-  static Status process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
-                        std::shared_ptr<const Seat>* seat);
+  // Returns the process's engine, or makes one, for a rank of a group. A process may hold several
+  // ranks of one group, as threads (in tests) or as actors: each of them appears to the others as a
+  // process of its own, with an engine of its own. Sets the seat of the options.
+  static Status process(GroupOptions* options, std::shared_ptr<Engine>* result);
   // Makes a separate engine: tests give each rank-thread one.
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
-  ~Engine();
 
-  const std::shared_ptr<Mesh>& mesh() const { return progress_->mesh; }
+  const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
 
   void add(const std::shared_ptr<Communicator>& group);
   // Wakes the thread: there is work that no other thread waits for.
-  void wake() { progress_->wake(); }
+  void wake();
   // As wake(), for a message, whose caller most often waits for it next. A thread that has just
   // seen others wait is not woken, and looks by itself a little later.
-  void wakeIfAsleep() { progress_->wakeIfAsleep(); }
+  void wakeIfAsleep();
   // Bracket the wait of a user's thread, which works while it waits.
-  void beginWait() {
-    progress_->waits.fetch_add(Progress::kOneWait + 1, std::memory_order_seq_cst);
-  }
-  void endWait() { progress_->waits.fetch_sub(1, std::memory_order_seq_cst); }
+  void beginWait() { waitCounts_.fetch_add(kOneWait + 1, std::memory_order_seq_cst); }
+  void endWait() { waitCounts_.fetch_sub(1, std::memory_order_seq_cst); }
 
   // The waits of this process, and the thread that it is called from.
-  WaitBoard& waits() { return progress_->board; }
-  Caller& caller() { return progress_->caller; }
-  std::vector<std::shared_ptr<Communicator>> groups() { return progress_->alive(); }
-  // The oldest group of the job that contains all of these ranks of the job; null: there is none.
-  std::shared_ptr<Communicator> groupWith(std::vector<int64_t> ranks);
+  WaitBoard& waits() { return waits_; }
+  Caller& caller() { return caller_; }
+  std::vector<std::shared_ptr<Communicator>> groups();
   // A rank of the job that is lost, in a group that has failed and is not being left: the rank's
   // process, and the group's error.
   struct Loss {
@@ -72,65 +60,52 @@ class Engine {
   // By the rank in the job.
   std::map<int64_t, Loss> losses();
   // A group has received a message for Diagnosis::handleMessages(). [I/O lock]
-  void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
+  void messageCame() { messages_.fetch_add(1, std::memory_order_release); }
   // Lets the groups handle these messages. For a thread that has waited a while.
-  void handleMessages() { progress_->handleMessages(); }
+  void handleMessages();
 
  private:
-  // Outlives the engine if the thread itself drops the last group.
-  struct Progress {
-    std::shared_ptr<Mesh> mesh;
-    Mutex mutex;
-    std::condition_variable woken;
-    std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
-    bool isStopped GUARDED_BY(mutex) = false;
-    // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
-    static constexpr uint64_t kOneWait = uint64_t{1} << 32;
-    std::atomic<uint64_t> waits{0};
-    bool someoneWaits() const { return waits.load(std::memory_order_relaxed) % kOneWait > 0; }
-    // The thread's activity. A caller that brings it work must wake it unless it is working.
-    // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
-    enum Activity { kWorking, kWaiting, kSleeping };
-    std::atomic<int> activity{kWorking};
-    uint64_t wakeUps GUARDED_BY(mutex) = 0;
-    std::chrono::steady_clock::time_point nextChores;  // used by the thread only
-    WaitBoard board;
-    Caller caller;
-    std::atomic<int> messages{0};
-
-    std::vector<std::shared_ptr<Communicator>> alive();
-    void handleMessages();
-
-    void wake();
-    void wakeIfAsleep();
-    void run();
-    void work();
-    void waitForWork(uint64_t seenWakeUps);
-    bool workOnce(bool* isNeeded, bool* advanced);
-    void doChores();
-    bool stopped();
+  // A rank of a group, for as long as the seat is referenced.
+  struct Seat {
+    std::string group;
+    int rank;
+    int ranks;
   };
 
   Engine() = default;
+  void stop();
   // Whether another rank of the same group has a seat here.
   bool isTakenFor(const Seat& rank) const;
+  bool someoneWaits() const { return waitCounts_.load(std::memory_order_relaxed) % kOneWait > 0; }
+
+  // ---- the thread
+  void run();
+  void work();
+  void waitForWork(uint64_t seenWakeUps);
+  bool workOnce(bool* isNeeded, bool* advanced);
+  void doChores();
+  bool isStopped();
 
   // The seats of its ranks. Guarded by the lock of all engines of the process.
   std::vector<std::weak_ptr<const Seat>> seats_;
-  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  std::shared_ptr<Mesh> mesh_;
   std::thread thread_;
-};
-
-// For a scope, the thread works while it waits.
-class Attending {
- public:
-  explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
-  ~Attending() { engine_.endWait(); }
-  Attending(const Attending&) = delete;
-  Attending& operator=(const Attending&) = delete;
-
- private:
-  Engine& engine_;
+  Mutex mutex_;
+  std::condition_variable woken_;
+  std::vector<std::weak_ptr<Communicator>> groups_ GUARDED_BY(mutex_);
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  uint64_t wakeUps_ GUARDED_BY(mutex_) = 0;
+  // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
+  static constexpr uint64_t kOneWait = uint64_t{1} << 32;
+  std::atomic<uint64_t> waitCounts_{0};
+  // The thread's activity. A caller that brings it work must wake it unless it is working.
+  // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
+  enum Activity { kWorking, kWaiting, kSleeping };
+  std::atomic<int> activity_{kWorking};
+  std::chrono::steady_clock::time_point nextChores_;  // used by the thread only
+  WaitBoard waits_;
+  Caller caller_;
+  std::atomic<int> messages_{0};
 };
 
 // For a scope, other ranks ring this process when they have something for it in these arenas, or in
@@ -152,19 +127,17 @@ class Asleep {
   const std::span<Arena* const> arenas_;
 };
 
-// While it lives, the engine's thread waits for messages that no group of this process waits for.
+// While it lives, the engine's thread, once it is awake, waits for messages that no group of this
+// process waits for. The mesh outlives it.
 class Listening {
  public:
-  explicit Listening(Engine& engine) : mesh_(engine.mesh()) {
-    mesh_->addPending(1);
-    engine.wake();
-  }
-  ~Listening() { mesh_->addPending(-1); }
+  explicit Listening(Mesh& mesh) : mesh_(mesh) { mesh_.addPending(1); }
+  ~Listening() { mesh_.addPending(-1); }
   Listening(const Listening&) = delete;
   Listening& operator=(const Listening&) = delete;
 
  private:
-  const std::shared_ptr<Mesh> mesh_;
+  Mesh& mesh_;
 };
 
 }  // namespace mycoll

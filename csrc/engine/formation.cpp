@@ -68,15 +68,21 @@ std::string nonceOf(const KnownPeers& known, int rank) {
   return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
 }
 
-// The part that rank 0 and the others have in common.
-class Forming : public Formation {
- public:
-  // engine: null if the rank only publishes that it gives up.
-  Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known);
+// Publishes why this rank gives up. If the store is what has failed, the other ranks find out by
+// themselves.
+void publishLast(Store& store, Handle last, const Status& why) {
+  last.why = why.message();
+  last.hasLost = why.code() == Code::kPeerLost;
+  if (Handle::freshNonce(&last.nonce).ok()) (void)store.set(keyOf(last.rank), last.encode());
+}
 
-  Status run(GroupAddress* result) final;
-  // Publishes why this rank gives up.
-  void giveUp(const Status& why);
+// The part that rank 0 and the others have in common.
+class Forming {
+ public:
+  Forming(const GroupOptions& options, Store* store, Engine& engine, KnownPeers known);
+  virtual ~Forming() = default;
+
+  Status run(GroupAddress* result);
 
  protected:
   // Returns when the group is formed.
@@ -87,6 +93,9 @@ class Forming : public Formation {
 
   Status openReception(const std::string& nonce);
   Status publish();
+  void giveUp(const Status& why) {
+    if (store_) publishLast(*store_, mine_, why);
+  }
   Status checkPredecessor(const Handle& there);
   // Not ok: another process with this rank has received the conflict, and has given up.
   Status checkRival();
@@ -142,7 +151,7 @@ class Forming : public Formation {
 
   const GroupOptions& options_;
   Store* const store_;
-  Engine* const engine_;
+  Engine& engine_;
   const KnownPeers known_;
   const Clock::time_point began_ = Clock::now();
   Deadline deadline_;
@@ -165,7 +174,7 @@ class Forming : public Formation {
   std::vector<std::unique_ptr<Invitation>> notices_;  // of this rank's error
 };
 
-Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
+Forming::Forming(const GroupOptions& options, Store* store, Engine& engine, KnownPeers known)
     : options_(options),
       store_(store),
       engine_(engine),
@@ -175,17 +184,7 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, Know
   mine_.rank = options.rank;
   mine_.ranks = options.ranks;
   mine_.settings = Handle::settingsHere();
-  if (engine) {
-    mine_.address = engine->mesh()->address();
-    return;
-  }
-  PeerAddress& address = mine_.address;
-  address.uid.assign(PeerAddress::kUidLength, '0');  // of no process
-  address.hostIdentity = "none";
-  address.pidSpace = pidSpace();
-  address.hostName = hostName();
-  address.pid = processId();
-  address.startTicks = processStartTicks(address.pid);
+  mine_.address = engine.mesh()->address();
 }
 
 Status Forming::run(GroupAddress* result) {
@@ -207,10 +206,13 @@ Status Forming::run(GroupAddress* result) {
 }
 
 Status Forming::openReception(const std::string& nonce) {
-  if (!listening_) listening_.emplace(*engine_);
+  if (!listening_) {
+    listening_.emplace(*engine_.mesh());
+    engine_.wake();
+  }
   MYCOLL_RETURN_IF_ERROR(
-      Reception::open(engine_->mesh(), nonce, wakeup_, &receptions_.emplace_back()));
-  engine_->mesh()->progress();  // raises events for the frames that arrived before
+      Reception::open(engine_.mesh(), nonce, wakeup_, &receptions_.emplace_back()));
+  engine_.mesh()->progress();  // raises events for the frames that arrived before
   return Status();
 }
 
@@ -249,7 +251,7 @@ Status Forming::checkPredecessor(const Handle& there) {
                               there.address.describe() + " and by " + mine_.address.describe() +
                               ". Two processes were started with one rank.");
   rival_.emplace(Rival{there.address.uid, taken, nullptr, Deadline::never()});
-  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
+  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_.mesh(), {there.address, there.nonce},
                                           InvitationMessage(taken), {}, &rival_->conflict));
   for (const Deadline end = Deadline::after(kProbe); rival_->conflict && !end.expired();) {
     pause(kLookSoon);
@@ -273,24 +275,15 @@ Status Forming::checkRival() {
   return Status();
 }
 
-void Forming::giveUp(const Status& why) {
-  if (!store_) return;
-  Handle last = mine_;
-  last.why = why.message();
-  last.hasLost = why.code() == Code::kPeerLost;
-  // If the store is what has failed, the other ranks find out by themselves.
-  if (Handle::freshNonce(&last.nonce).ok()) (void)store_->set(keyOf(options_.rank), last.encode());
-}
-
 Status Forming::isCurrent(const Handle& handle, bool* result) {
   *result = false;
   if (isDead(handle.address)) return Status();
-  if (!engine_->mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
+  if (!engine_.mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
     *result = true;  // it cannot be asked
     return Status();
   }
   std::unique_ptr<Invitation> probe;
-  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {handle.address, handle.nonce},
+  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_.mesh(), {handle.address, handle.nonce},
                                           {InvitationMessage::Content::kProbe, ""}, {}, &probe));
   for (const Deadline end = Deadline::after(kProbe); !end.expired();) {
     if (probe->hasFailed()) return Status();
@@ -306,8 +299,8 @@ Status Forming::isCurrent(const Handle& handle, bool* result) {
 // The engine's thread moves the bytes.
 void Forming::pause(Milliseconds atMost) {
   wakeup_.wait(atMost);
-  engine_->mesh()->progress();
-  engine_->mesh()->checkProcesses();
+  engine_.mesh()->progress();
+  engine_.mesh()->checkProcesses();
 }
 
 void Forming::flush(Deadline end) {
@@ -365,7 +358,7 @@ Status Forming::isUnlike(const Handle& other) const {
                                              who + ") '" + sanitized(rank.settings) +
                                              "': it must be the same on all ranks");
   }
-  const bool isLocal = engine_->mesh()->isLocal(other.address);
+  const bool isLocal = engine_.mesh()->isLocal(other.address);
   if (!isLocal && (mine_.address.tcp.empty() || other.address.tcp.empty())) {
     return error(Code::kInvalidArgument,
                  "MYCOLL_TRANSPORT=shm on rank " +
@@ -389,7 +382,7 @@ Status Forming::tooLate(int rank, const std::string& milliseconds,
 std::map<int, Engine::Loss> Forming::losses() const {
   std::map<int, Engine::Loss> found;
   if (!options_.isOfJob || !store_) return found;
-  const std::map<int64_t, Engine::Loss> known = engine_->losses();
+  const std::map<int64_t, Engine::Loss> known = engine_.losses();
   for (int rank = 0; rank < options_.ranks && !known.empty(); ++rank) {
     const auto loss = known.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
     if (rank != options_.rank && loss != known.end()) found.emplace(rank, loss->second);
@@ -401,7 +394,7 @@ std::map<int, Engine::Loss> Forming::losses() const {
 
 class Root final : public Forming {
  public:
-  Root(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
+  Root(const GroupOptions& options, Store* store, Engine& engine, KnownPeers known)
       : Forming(options, store, engine, std::move(known)), candidates_(options.ranks) {}
 
  private:
@@ -461,6 +454,7 @@ class Root final : public Forming {
   Clock::time_point lastChange_ = began_;
   uint64_t rounds_ = 0;
   std::vector<bool> joined_;
+  bool isFormed_ = false;
   Clock::time_point roundBegan_, lastJoined_;
 };
 
@@ -477,8 +471,8 @@ Status Root::awaitAll() {
   for (;;) {
     MYCOLL_RETURN_IF_ERROR(check());
     MYCOLL_RETURN_IF_ERROR(handleReports());
+    if (isFormed_) return Status();
     MYCOLL_RETURN_IF_ERROR(lookAtStore());
-    if (round_ && round_->isFormed()) return Status();
     if (isRoundDue()) MYCOLL_RETURN_IF_ERROR(startRound());
     const int unknown = usesStore() ? firstUnknown() : 0;
     if (unknown == 0) {
@@ -514,7 +508,7 @@ void Root::notifyMissing(const Status& why) {
     const Invitation::Receiver receiver{candidate.handle.address, candidate.handle.nonce,
                                         candidate.isPublished};
     // A rank that cannot be notified waits until its own deadline.
-    (void)Invitation::send(engine_->mesh(), receiver, InvitationMessage(why), {},
+    (void)Invitation::send(engine_.mesh(), receiver, InvitationMessage(why), {},
                            &notices_.emplace_back());
   }
 }
@@ -619,11 +613,11 @@ Status Root::consider(int rank, Handle handle) {
 
 Status Root::handleReports() {
   if (!round_) return Status();
-  for (const Round::Report& report : round_->takeReports()) {
-    MYCOLL_RETURN_IF_ERROR(handleReport(report));
-  }
-  if (std::vector<bool> joined = round_->joined(); joined != joined_) {
-    joined_ = std::move(joined);
+  Round::State state = round_->state();
+  isFormed_ = state.isFormed;
+  for (const Round::Report& report : state.reports) MYCOLL_RETURN_IF_ERROR(handleReport(report));
+  if (state.joined != joined_) {
+    joined_ = std::move(state.joined);
     lastJoined_ = Clock::now();
   }
   for (int rank = 1; rank < options_.ranks; ++rank) {
@@ -654,7 +648,7 @@ Status Root::handleReport(const Round::Report& report) {
   lastChange_ = Clock::now();
   nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
   if (report.kind == Kind::kUnreachable) {
-    const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
+    const std::chrono::seconds patience(engine_.mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
   } else if (joined_[report.rank] || report.kind == Kind::kEnded || !store_ ||
@@ -720,12 +714,12 @@ Status Root::startRound() {
   joined_.assign(options_.ranks, false);
   InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
   round_.reset();  // a connection to a rank that has not joined is not authenticated by it
-  return Round::open(engine_->mesh(), options_.name, 0, std::move(message), std::move(roster),
+  return Round::open(engine_.mesh(), options_.name, 0, std::move(message), std::move(roster),
                      wakeup_, &round_);
 }
 
 std::vector<int> Root::missing() {
-  if (round_) joined_ = round_->joined();
+  if (round_) joined_ = round_->state().joined;
   std::vector<int> found;
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (!candidates_[rank].isInvited() || (round_ && !joined_[rank])) found.push_back(rank);
@@ -769,7 +763,7 @@ Status Member::awaitAll() {
     MYCOLL_RETURN_IF_ERROR(join());
     if (round_) {
       MYCOLL_RETURN_IF_ERROR(attendRound());
-      if (round_->isFormed() && round_->roster().isComplete()) return Status();
+      if (round_->state().isFormed && round_->roster().isComplete()) return Status();
     }
     const bool isAlone = !round_ || lostParent_ != Clock::time_point();
     if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
@@ -812,7 +806,7 @@ Status Member::check() {
 Status Member::checkKnownPeers() {
   if (!probe_ && waited() > kAgain) {
     MYCOLL_RETURN_IF_ERROR(
-        Invitation::send(engine_->mesh(), {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false},
+        Invitation::send(engine_.mesh(), {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false},
                          {InvitationMessage::Content::kProbe, ""}, {}, &probe_));
   }
   for (const PeerLost& lost : receptions_[0]->losses()) {
@@ -859,7 +853,7 @@ Status Member::join() {
   Roster roster;
   if (round_) roster.round = round_->roster().round;
   for (const auto& reception : receptions_) {
-    for (InvitationMessage& message : reception->takeRosters()) {
+    for (InvitationMessage& message : reception->takeMessages()) {
       Roster next;
       MYCOLL_RETURN_IF_ERROR(Roster::decode(message.text, &next));
       if (next.round <= roster.round) continue;
@@ -875,31 +869,29 @@ Status Member::join() {
   const auto rank = static_cast<int>(self - roster.peers.begin());
   round_.reset();
   lostParent_ = {};
-  MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*latest),
+  MYCOLL_RETURN_IF_ERROR(Round::open(engine_.mesh(), options_.name, rank, std::move(*latest),
                                      std::move(roster), wakeup_, &round_,
                                      /*isToJoin=*/difference.ok()));
   return difference;
 }
 
 Status Member::attendRound() {
-  const Status failure = round_->failure();
-  if (!failure.ok()) {
+  const Round::State state = round_->state();
+  if (!state.failure.ok()) {
     isKnownToAll_ = true;
-    return failure;
+    return state.failure;
   }
-  if (round_->isFormed()) return Status();
-  Round::Report loss;
-  if (const Round::Parent state = round_->parentState(&loss); state != Round::Parent::kHere) {
+  if (state.isFormed) return Status();
+  if (state.parent != Round::Parent::kHere) {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
     const int parent = round_->parent();
     const bool isRankZero = parent == 0 && !store_;  // no other rank begins a round
-    const bool hasLeft = state == Round::Parent::kLeft;
+    const bool hasLeft = state.parent == Round::Parent::kLeft;
     const Milliseconds grace = hasLeft ? kNextRound : isRankZero ? Milliseconds(0) : kAgain;
     // If the parent has left, rank 0 begins another round, or writes its error to the store.
     if (Clock::now() - lostParent_ >= grace && !(hasLeft && store_)) {
       const PeerAddress& address = round_->roster().peers[parent];
-      const Status why =
-          state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
+      const Status why = hasLeft ? ended(parent, address) : lost(state.parentLoss, address);
       round_->fail(why);
       isKnownToAll_ = true;
       return why;
@@ -941,24 +933,38 @@ Status Member::lookAtStore() {
 KnownPeers KnownPeers::from(const GroupAddress& group, const std::vector<int>& members,
                             const std::string& name) {
   KnownPeers known;
-  const Digest secret = hmacSha256(group.secret, "mycoll formation " + name);
-  known.secret.assign(reinterpret_cast<const char*>(secret.data()), secret.size());
+  known.secret = asText(hmacSha256(group.secret, "mycoll formation " + name));
   std::vector<PeerAddress> peers;
   for (const int member : members) peers.push_back(group.peers[member]);
   known.peers = std::move(peers);
   return known;
 }
 
-Formation::~Formation() = default;
-
-std::unique_ptr<Formation> Formation::make(const GroupOptions& options, Store* store,
-                                           Engine& engine, KnownPeers known) {
-  if (options.rank == 0) return std::make_unique<Root>(options, store, &engine, std::move(known));
-  return std::make_unique<Member>(options, store, &engine, std::move(known));
+Status formGroup(const GroupOptions& options, Store* store, Engine& engine, KnownPeers known,
+                 std::shared_ptr<void>* connections, GroupAddress* result) {
+  std::shared_ptr<Forming> forming;
+  if (options.rank == 0) {
+    forming = std::make_shared<Root>(options, store, engine, std::move(known));
+  } else {
+    forming = std::make_shared<Member>(options, store, engine, std::move(known));
+  }
+  *connections = forming;
+  return forming->run(result);
 }
 
 void reportAbsence(const GroupOptions& options, Store& store, const Status& why) {
-  Member(options, &store, nullptr, {}).giveUp(why);
+  Handle last;
+  last.rank = options.rank;
+  last.ranks = options.ranks;
+  last.settings = Handle::settingsHere();
+  PeerAddress& address = last.address;
+  address.uid.assign(PeerAddress::kUidLength, '0');  // of no process
+  address.hostIdentity = "none";
+  address.pidSpace = pidSpace();
+  address.hostName = hostName();
+  address.pid = processId();
+  address.startTicks = processStartTicks(address.pid);
+  publishLast(store, std::move(last), why);
 }
 
 }  // namespace mycoll

@@ -22,8 +22,7 @@
 // them, so that they notice each other's ends. A rank that is in no round looks at the handle of
 // rank 0 now and then, where rank 0 writes its error.
 //
-// Thread contract: one thread, which run() blocks until the deadline.
-// Lifetime: to be kept until the group has been added to the engine; it keeps the connections.
+// Thread contract: [any thread]; formGroup() blocks until the deadline.
 #pragma once
 
 #include <memory>
@@ -48,16 +47,10 @@ struct KnownPeers {
   std::string secret;
 };
 
-class Formation {
- public:
-  // store: null if all ranks are known.
-  static std::unique_ptr<Formation> make(const GroupOptions& options, Store* store, Engine& engine,
-                                         KnownPeers known);
-  virtual ~Formation();
-
-  // result: the address of the group.
-  virtual Status run(GroupAddress* result) = 0;
-};
+// store: null if all ranks are known. connections: to be kept until the group has been added to the
+// engine. result: the address of the group.
+Status formGroup(const GroupOptions& options, Store* store, Engine& engine, KnownPeers known,
+                 std::shared_ptr<void>* connections, GroupAddress* result);
 
 // Instead of a formation, by a rank that cannot even begin: the others then do not wait for it.
 void reportAbsence(const GroupOptions& options, Store& store, const Status& why);

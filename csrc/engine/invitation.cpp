@@ -3,7 +3,6 @@
 #include <cstring>
 #include <utility>
 
-#include "base/sanitize.h"
 #include "base/secret.h"
 #include "base/sha256.h"
 #include "transport/mesh.h"
@@ -83,30 +82,24 @@ void Reception::handle(const Event& event) {
   const std::string mac = macOf(mailbox_.group(), message);
   if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
   switch (message.content) {
-    case Content::kRoster: rosters_.push_back(std::move(message)); break;
+    case Content::kRoster:
+    case Content::kText: messages_.push_back(std::move(message)); break;
     case Content::kError:
-      if (message.text.empty()) return;
-      error_ = statusFromPeer(message.text[0], message.text.substr(1));
+      if (!decodeFailure(message.text, &error_)) return;
       break;
-    case Content::kText: texts_.push_back(std::move(message.text)); break;
     default: return;
   }
   wakeup_.notify();
 }
 
-std::vector<InvitationMessage> Reception::takeRosters() {
+std::vector<InvitationMessage> Reception::takeMessages() {
   IoLock lock(mailbox_.ioMutex());
-  return std::exchange(rosters_, {});
+  return std::exchange(messages_, {});
 }
 
 Status Reception::error() {
   IoLock lock(mailbox_.ioMutex());
   return error_;
-}
-
-std::vector<std::string> Reception::takeTexts() {
-  IoLock lock(mailbox_.ioMutex());
-  return std::exchange(texts_, {});
 }
 
 std::vector<PeerLost> Reception::losses() {

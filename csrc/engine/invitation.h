@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/sanitize.h"
 #include "base/sha256.h"
 #include "base/status.h"
 #include "transport/event.h"
@@ -46,7 +47,7 @@ class Wakeup {
 struct InvitationMessage {
   enum class Content : char {
     kRoster,  // the text is a roster, encoded
-    kError,   // the receiver's group cannot be made; the text is a code and the reason
+    kError,   // the receiver's group cannot be made; the text is the reason, encoded
     kText,    // a text for the receiver's caller: Endpoint::send()
     kProbe,   // nothing: the sender wants to know whether the reception is open
   };
@@ -54,7 +55,7 @@ struct InvitationMessage {
   InvitationMessage(Content what, std::string_view words)
       : content(what), text(words), digest(sha256(text)) {}
   explicit InvitationMessage(const Status& error)
-      : InvitationMessage(Content::kError, static_cast<char>(error.code()) + error.message()) {}
+      : InvitationMessage(Content::kError, encode(error)) {}
 
   Content content;
   std::string text;
@@ -68,13 +69,11 @@ class Reception final : public EventHandler {
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
-  // The messages with a roster that came since the last call, each sender's in order: another
-  // sender's may be of an earlier round.
-  std::vector<InvitationMessage> takeRosters();
+  // The rosters or texts that came since the last call, each sender's in order: another sender's
+  // roster may be of an earlier round.
+  std::vector<InvitationMessage> takeMessages();
   // Not ok: another rank has sent it.
   Status error();
-  // The texts that came since the last call, each sender's in order.
-  std::vector<std::string> takeTexts();
   // The processes that this one has lost, or had lost before.
   std::vector<PeerLost> losses();
 
@@ -83,9 +82,8 @@ class Reception final : public EventHandler {
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
-  std::vector<InvitationMessage> rosters_ GUARDED_BY(ioRole);
+  std::vector<InvitationMessage> messages_ GUARDED_BY(ioRole);
   Status error_ GUARDED_BY(ioRole);
-  std::vector<std::string> texts_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   Wakeup& wakeup_;
 };

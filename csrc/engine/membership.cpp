@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/log.h"
 #include "base/sanitize.h"
 #include "base/topology.h"
@@ -18,15 +18,6 @@ using Clock = std::chrono::steady_clock;
 
 // How long collectives before the failed one may still succeed after the failure.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
-
-// The beginning of a kAbort frame's payload; the text follows.
-struct AbortHead {
-  uint64_t from = 0;
-  Cause cause;
-  uint32_t code = 0;
-  uint32_t reserved = 0;
-};
-static_assert(sizeof(AbortHead) == 48);
 
 // The same number on all ranks that lose this process.
 uint64_t incidentOf(const std::string& uid) {
@@ -50,11 +41,6 @@ void Membership::moveTo(State next) {
 }
 
 // ---- failure -----------------------------------------------------------------------------------
-
-Status Membership::error() const {
-  MutexLock lock(failureMutex_);
-  return failure_;
-}
 
 bool Membership::isOver(uint64_t number) const {
   if (!hasFailed()) return false;
@@ -136,10 +122,6 @@ void Membership::failLocked(const Status& why, bool notifiesOthers, uint64_t fro
   cause_ = asCause(why);
   failedFrom_ = from;
   if (state_ == State::kOpen) moveTo(State::kFailed);
-  {
-    MutexLock lock(failureMutex_);
-    failure_ = cause_;
-  }
   endsFrom_.store(group_.options.isExternal ? 0 : from, std::memory_order_relaxed);
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
   // If this rank has only left, the group lives on for the others. Precedes hasFailed_: a thread
@@ -191,33 +173,27 @@ void Membership::notifyOthers() {
 }
 
 std::string Membership::abortPayload() const {
-  const AbortHead head{failedFrom_, cause_.cause(), static_cast<uint32_t>(cause_.code()), 0};
-  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
-  return payload + cause_.message().substr(0, kMaxControlBytes - payload.size());
+  std::string payload;
+  append(&payload, failedFrom_);
+  return payload + encode(cause_, kMaxControlBytes - payload.size());
 }
 
 void Membership::onAbort(int rank, const std::string& payload) {
-  AbortHead head;
-  if (payload.size() < sizeof(head)) return;
-  std::memcpy(&head, payload.data(), sizeof(head));
-  uint64_t& from = notified_.try_emplace(rank, head.from).first->second;
-  from = std::min(from, head.from);
+  Reader reader(payload);
+  const auto from = reader.value<uint64_t>();
+  Status cause;
+  if (!decodeFailure(reader.rest(), &cause)) return;
+  uint64_t& known = notified_.try_emplace(rank, from).first->second;
+  known = std::min(known, from);
   failureSenders_.insert(rank);
-  failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
-             /*notifiesOthers=*/isLarge_, head.from);
+  failLocked(cause, /*notifiesOthers=*/isLarge_, from);
 }
 
 // ---- ranks that leave or are lost --------------------------------------------------------------
 
-Departure Membership::departureOf(int rank) const {
-  const Arena* arena = this->arena();
-  if (hasLeft(rank) || (arena && arena->hasLeft(rank))) return Departure::kLeft;
-  return arena ? Departure::kStayed : Departure::kUnknown;
-}
-
 std::string Membership::reasonOf(int rank) const {
   {
-    MutexLock lock(failureMutex_);
+    MutexLock lock(reasonsMutex_);
     if (auto found = leaveReasons_.find(rank); found != leaveReasons_.end()) return found->second;
   }
   const Arena* arena = this->arena();
@@ -233,16 +209,14 @@ std::string Membership::describeDeparture(int rank) const {
 Status Membership::departed(int rank) const {
   Cause fields;
   fields.rank = rank;
-  return Status(Code::kPeerLost,
-                "mycoll group '" + mailbox_.group().name +
-                    "': Connection closed by peer: " + describeDeparture(rank),
-                fields);
+  return group_.error(Code::kPeerLost, "Connection closed by peer: " + describeDeparture(rank),
+                      fields);
 }
 
 void Membership::onLeft(int rank, const std::string& reason) {
-  if (hasLeft(rank)) return;
+  if (left_[rank].load(std::memory_order_relaxed)) return;
   if (!reason.empty()) {
-    MutexLock lock(failureMutex_);
+    MutexLock lock(reasonsMutex_);
     leaveReasons_.emplace(rank, reason);
   }
   setGone(rank, departed(rank), /*isFailure=*/false);
@@ -286,22 +260,21 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
   const GroupAddress& group = mailbox_.group();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (group.peers[rank].uid != uid || rank == group.rank) continue;
-    const Departure departure = departureOf(rank);
-    if (departure == Departure::kLeft) {  // its goodbye, if any, was lost
+    if (hasLeft(rank)) {  // its goodbye, if any, was lost
       onLeft(rank);
       mailbox_.endReceivesFrom(rank, departed(rank));
       continue;
     }
-    const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
+    // Without an arena or a connection, a departure and a death look alike.
+    const bool isUnclear = !this->arena() && !wasLinked && !mailbox_.needs(rank);
     const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasReceivedFrom(rank) ||
                           !hasEnded(group.peers[rank], loss);
     Cause fields;
     fields.incident = incidentOf(uid);
     fields.rank = rank;
-    Status why(
+    const Status why = group_.error(
         Code::kPeerLost,
-        "mycoll group '" + group.name +
-            "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
+        std::string(isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
             mailbox_.describeRank(rank) + " " +
             (wasThere ? loss.describe(isUnclear) : "ended before its first call with this rank") +
             " (seen by rank " + std::to_string(group.rank) +

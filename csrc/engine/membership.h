@@ -34,9 +34,6 @@ namespace mycoll {
 
 struct Group;
 
-// This rank's knowledge of another one. kUnknown: departure and death cannot be distinguished.
-enum class Departure { kLeft, kStayed, kUnknown };
-
 class Membership {
  public:
   // The group's membership and agreement are made later, and not used yet.
@@ -45,7 +42,7 @@ class Membership {
   // ---- has it failed?
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
   // Not ok once it has: the first cause.
-  Status error() const EXCLUDES(failureMutex_);
+  Status error() const { return hasFailed() ? cause_ : Status(); }
   // Whether the failure ends the collective of this number now.
   bool isOver(uint64_t number) const;
   // As isOver(), but checks the arena, too. For the thread that runs that collective and holds the
@@ -72,8 +69,10 @@ class Membership {
   void whenFailed(std::function<void()> fn);
 
   // ---- ranks
-  Departure departureOf(int rank) const;
-  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire); }
+  bool hasLeft(int rank) const {
+    const Arena* arena = this->arena();
+    return left_[rank].load(std::memory_order_acquire) || (arena && arena->hasLeft(rank));
+  }
   // "rank 1 (node1:4712) has left the group", and the reason if it has sent one.
   std::string describeDeparture(int rank) const;
   // The status of operations that need a rank that has left.
@@ -116,7 +115,7 @@ class Membership {
   void setGone(int rank, const Status& why, bool isFailure) REQUIRES(ioRole);
   void notifyOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
-  std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
+  std::string reasonOf(int rank) const EXCLUDES(reasonsMutex_);
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 
   Group& group_;
@@ -125,7 +124,9 @@ class Membership {
   std::atomic<Arena*> arena_{nullptr};
 
   State state_ GUARDED_BY(ioRole) = State::kOpen;
-  Status cause_ GUARDED_BY(ioRole);                        // the first one
+  // The first one. Written once, under the I/O lock and before hasFailed_, which threads without
+  // that lock read first.
+  Status cause_;
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
   bool notifiesOthers_ GUARDED_BY(ioRole) = true;
   std::function<void()> whenFailed_ GUARDED_BY(ioRole);
@@ -137,15 +138,14 @@ class Membership {
   std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
   // For readers without the I/O lock.
-  std::vector<std::atomic<bool>> left_;
+  std::vector<std::atomic<bool>> left_;  // the goodbye has come
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
   std::atomic<bool> mustPropagate_{false};  // for propagate()
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
-  mutable Mutex failureMutex_;
-  Status failure_ GUARDED_BY(failureMutex_);
-  std::map<int, std::string> leaveReasons_ GUARDED_BY(failureMutex_);  // by rank that has left
+  mutable Mutex reasonsMutex_;
+  std::map<int, std::string> leaveReasons_ GUARDED_BY(reasonsMutex_);  // by rank that has left
 };
 
 }  // namespace mycoll

@@ -7,7 +7,7 @@
 
 namespace mycoll {
 
-void Op::atEnd(std::function<void()> fn) {
+void Op::onDone(std::function<void()> fn) {
   {
     MutexLock lock(mutex_);
     hasCallbacks_.store(true, std::memory_order_seq_cst);
@@ -24,7 +24,7 @@ void Op::finish(Status status) {
   record_.finish(status.ok(), steadyNanos());
   const std::shared_ptr<void> kept = std::move(keepAlive);
   status_ = std::move(status);
-  // This thread finds a callback, or atEnd() finds that the op is done.
+  // This thread finds a callback, or onDone() finds that the op is done.
   done_.store(true, std::memory_order_seq_cst);
   if (!hasCallbacks_.load(std::memory_order_seq_cst)) return;
   std::vector<std::function<void()>> callbacks;

@@ -43,20 +43,15 @@ class Op {
   // Its entry in the group's record.
   const OpRecord& record() const { return record_; }
   // Runs fn once: immediately if the op is done, else on the thread that completes it.
-  void onDone(std::function<void()> fn) {
-    isAwaited_.store(true, std::memory_order_relaxed);
-    atEnd(std::move(fn));
-  }
+  void onDone(std::function<void()> fn);
 
   // ---- the engine's
 
-  // As onDone(), for the engine itself: does not make the op awaited.
-  void atEnd(std::function<void()> fn);
   // Publishes the outcome, runs the callbacks and releases the program's memory. Throws bad_alloc
   // if a callback did, after the others: what the callback was to do may now never be done.
   void finish(Status status);
   // Whether onDone() was called: maybe no thread waits for the op.
-  bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
+  bool isAwaited() const { return hasCallbacks_.load(std::memory_order_relaxed); }
   void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the program's memory. Dropped by finish(), on the thread that completes the op: often the
@@ -77,7 +72,6 @@ class Op {
 
  private:
   std::atomic<bool> done_{false};
-  std::atomic<bool> isAwaited_{false};
   Status status_;
   Mutex mutex_;
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);

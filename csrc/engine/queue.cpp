@@ -76,10 +76,9 @@ bool Queue::inspectHead(const Inspect& fn) {
 
 // ---- running -----------------------------------------------------------------------------------
 
-bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
+bool Queue::step(CollectiveOp& op, int spins, std::optional<Status>* outcome) {
   if (!op.task.valid()) {
     if (group_.membership.noticeFailure(runner_.begun())) {
-      *hasEnded = true;
       *outcome = group_.membership.error();
       return true;
     }
@@ -88,9 +87,8 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       op.task = runner_.start(op);
     } catch (const std::bad_alloc&) {
       // The collective may have begun, and cannot begin again.
-      *hasEnded = true;
       *outcome = detail::outOfMemory();
-      group_.membership.failFirst(*outcome);
+      group_.membership.failFirst(**outcome);
       return true;
     }
   } else {
@@ -104,23 +102,21 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     if (!ready) {
       if (!group_.membership.noticeFailure(runner_.current())) return false;
       op.task.reset();
-      *hasEnded = true;
       *outcome = group_.membership.error();
       return true;
     }
   }
   op.task.resume();
-  *hasEnded = op.task.finished();
-  if (*hasEnded) {
-    *outcome = op.task.result();
-    op.task.reset();
-    // A failure that is already known must not fail earlier collectives. A mismatch must not fail
-    // earlier collectives that other ranks still run.
-    if (!outcome->ok() && !group_.membership.hasFailed()) {
-      const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
-      group_.membership.failFirst(*outcome, /*notifiesOthers=*/true, from);
-    }
+  if (!op.task.finished()) return true;
+  const Status ended = op.task.result();
+  op.task.reset();
+  // A failure that is already known must not fail earlier collectives. A mismatch must not fail
+  // earlier collectives that other ranks still run.
+  if (!ended.ok() && !group_.membership.hasFailed()) {
+    const uint64_t from = ended.code() == Code::kMismatch ? runner_.current() : 0;
+    group_.membership.failFirst(ended, /*notifiesOthers=*/true, from);
   }
+  *outcome = ended;
   return true;
 }
 
@@ -128,7 +124,7 @@ bool Queue::run(int spins) {
   bool moved = false;
   for (;;) {
     std::shared_ptr<CollectiveOp> ended;
-    Status outcome;
+    std::optional<Status> outcome;
     bool isLast = false;
     {
       if (!runMutex_.tryLock()) return moved;
@@ -136,11 +132,10 @@ bool Queue::run(int spins) {
       if (isLookMissed_.load(std::memory_order_relaxed)) isLookMissed_.store(false);
       CollectiveOp* const op = head_.load(std::memory_order_acquire);
       if (!op) return moved;
-      bool hasEnded = false;
-      if (!step(*op, spins, &hasEnded, &outcome)) return moved;
+      if (!step(*op, spins, &outcome)) return moved;
       moved = true;
-      if (!hasEnded) continue;
-      if (!outcome.ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
+      if (!outcome) continue;
+      if (!outcome->ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
       MutexLock lock(queueMutex_);
       last_ = Finished{op->kind(), op->sequence(), op->submitted};
       ended = std::move(ops_.front());
@@ -148,9 +143,9 @@ bool Queue::run(int spins) {
       isLast = ops_.empty();
       head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
-    if (!outcome.ok()) group_.membership.propagate();
+    if (!outcome->ok()) group_.membership.propagate();
     try {
-      ended->finish(std::move(outcome));
+      ended->finish(std::move(*outcome));
     } catch (const std::bad_alloc&) {
       group_.membership.fail(detail::outOfMemory());
     }
@@ -161,36 +156,18 @@ bool Queue::run(int spins) {
 
 // ---- waiting -----------------------------------------------------------------------------------
 
-namespace {
+void Queue::Waiting::begin() {
+  isCounted_ = true;
+  queue_.group_.engine->beginWait();
+  if (isInQueue_) queue_.waiters_.fetch_add(1, std::memory_order_seq_cst);
+}
 
-// Counts a user's thread that waits, and works while it waits.
-class Waiting {
- public:
-  Waiting(Engine& engine, const Queue& queue, std::atomic<int>* waiters)
-      : engine_(engine), queue_(queue), waiters_(waiters) {
-    begin();
-  }
-  ~Waiting() { end(); }
-  void begin() {
-    isCounted_ = true;
-    engine_.beginWait();
-    if (waiters_) waiters_->fetch_add(1, std::memory_order_seq_cst);
-  }
-  void end() {
-    if (!std::exchange(isCounted_, false)) return;
-    if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
-    engine_.endWait();
-    queue_.handOver();
-  }
-
- private:
-  Engine& engine_;
-  const Queue& queue_;
-  std::atomic<int>* const waiters_;
-  bool isCounted_ = false;
-};
-
-}  // namespace
+void Queue::Waiting::end() {
+  if (!std::exchange(isCounted_, false)) return;
+  if (isInQueue_) queue_.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+  queue_.group_.engine->endWait();
+  queue_.handOver();
+}
 
 void Queue::handOver() const {
   if (!isEmpty() || group_.engine->mesh()->hasPending()) group_.engine->wake();
@@ -210,7 +187,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   Mesh& mesh = *group_.engine->mesh();
   bool isInterrupted = false;
   {
-    Waiting waiting(*group_.engine, *this, isMessage ? nullptr : &waiters_);
+    Waiting waiting(*this, /*isInQueue=*/!isMessage);
     std::optional<WaitBoard::Entry> entry;
     Backoff backoff(spinPolicy_, contention_);
     int spins = 0;

@@ -48,8 +48,6 @@ class Queue {
   bool isEmpty() const { return head_.load(std::memory_order_seq_cst) == nullptr; }
   size_t size() const;
   bool hasWaiters() const { return waiters_.load(std::memory_order_seq_cst) > 0; }
-  // A thread stops working on the queue: the engine's thread continues, if anything is left.
-  void handOver() const;
   // Collectives are queued and no thread waits for one of them. Never true for an external group.
   bool isUnattended() const;
   // Collectives that this rank was asked for.
@@ -74,9 +72,26 @@ class Queue {
   using Inspect = std::function<void(CollectiveOp& head, std::vector<int> missing)>;
   bool inspectHead(const Inspect& fn);
 
+  // For a scope, a user's thread waits, and works while it waits.
+  class Waiting {
+   public:
+    // isInQueue: it works on the queue, so that the engine's thread need not.
+    Waiting(Queue& queue, bool isInQueue) : queue_(queue), isInQueue_(isInQueue) { begin(); }
+    ~Waiting() { end(); }
+    void begin();
+    void end();
+
+   private:
+    Queue& queue_;
+    const bool isInQueue_;
+    bool isCounted_ = false;
+  };
+
  private:
-  // Resumes the head once. False: it cannot continue now. *outcome is set if *hasEnded.
-  bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
+  // A thread stops working on the queue: the engine's thread continues, if anything is left.
+  void handOver() const;
+  // Resumes the head once. False: it cannot continue now. *outcome: set if it has ended.
+  bool step(CollectiveOp& op, int spins, std::optional<Status>* outcome) REQUIRES(runMutex_);
   // True if a collective advanced.
   bool sleepFor(const Op& op, Deadline deadline);
   void checkState(Op& op);

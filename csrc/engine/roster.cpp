@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <string_view>
 
+#include "base/bytes.h"
 #include "base/env.h"
 #include "base/sha256.h"
 #include "transport/handshake.h"
@@ -15,38 +15,6 @@ namespace {
 // The first character of a reason.
 constexpr char kLost = 'L', kOther = 'O';
 constexpr size_t kNumberLength = 32;
-
-template <typename Number>
-void append(std::string* text, Number number) {
-  text->append(reinterpret_cast<const char*>(&number), sizeof(number));
-}
-
-// Reads from a text; after a failure, everything it returns is empty.
-class Reader {
- public:
-  explicit Reader(std::string_view text) : text_(text) {}
-
-  std::string_view take(size_t bytes) {
-    hasFailed_ |= bytes > text_.size();
-    if (hasFailed_) return {};
-    const std::string_view taken = text_.substr(0, bytes);
-    text_.remove_prefix(bytes);
-    return taken;
-  }
-  template <typename Number>
-  Number number() {
-    Number result{};
-    const std::string_view bytes = take(sizeof(Number));
-    if (!hasFailed_) std::memcpy(&result, bytes.data(), sizeof(Number));
-    return result;
-  }
-  bool hasFailed() const { return hasFailed_; }
-  bool isAtEnd() const { return !hasFailed_ && text_.empty(); }
-
- private:
-  std::string_view text_;
-  bool hasFailed_ = false;
-};
 
 }  // namespace
 
@@ -126,28 +94,28 @@ std::string Roster::encode() const {
 Status Roster::decode(const std::string& text, Roster* roster) {
   const Status bad(Code::kStore, "rank 0 has sent a list of ranks that mycoll did not write");
   Reader reader(text);
-  roster->round = reader.number<uint64_t>();
+  roster->round = reader.value<uint64_t>();
   roster->number = reader.take(kNumberLength);
-  const auto count = reader.number<uint32_t>();
+  const auto count = reader.value<uint32_t>();
   if (reader.hasFailed() || count > text.size()) return bad;
   roster->members.assign(count, {});
   std::vector<PeerAddress> peers(count);
   std::string address;
   for (size_t rank = 0; rank < count; ++rank) {
     Member& member = roster->members[rank];
-    const char flags = reader.number<char>();
+    const char flags = reader.value<char>();
     if (flags == 0) continue;
     member.isSlow = (flags & 2) != 0;
     member.isPublished = (flags & 4) != 0;
     member.nonce = reader.take(kNumberLength);
-    const auto common = reader.number<uint32_t>();
-    const std::string_view rest = reader.take(reader.number<uint32_t>());
+    const auto common = reader.value<uint32_t>();
+    const std::string_view rest = reader.take(reader.value<uint32_t>());
     if (reader.hasFailed() || common > address.size()) return bad;
     address.replace(common, std::string::npos, rest);
     MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(address, &peers[rank]));
   }
   roster->peers = std::move(peers);
-  return reader.isAtEnd() ? Status() : bad;
+  return reader.hasFailed() || reader.hasMore() ? bad : Status();
 }
 
 }  // namespace mycoll

@@ -1,9 +1,9 @@
 #include "engine/round.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/sanitize.h"
 #include "base/secret.h"
 #include "kernels/reduce.h"
@@ -12,30 +12,19 @@
 namespace mycoll {
 namespace {
 
-// The beginning of a kAbort frame's payload; the text follows.
-struct ReportHead {
-  int32_t rank = -1;
-  uint32_t kind = 0;
-  uint32_t code = 0;
-  uint32_t reserved = 0;
-};
-
 std::string encode(const Round::Report& report) {
-  const ReportHead head{report.rank, report.kind, static_cast<uint32_t>(report.why.code()), 0};
-  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
-  return payload + report.why.message().substr(0, kMaxControlBytes - payload.size());
+  std::string payload;
+  append(&payload, report.rank);
+  append(&payload, report.kind);
+  return payload + encode(report.why, kMaxControlBytes - payload.size());
 }
 
 bool decode(const std::string& payload, int ranks, Round::Report* report) {
-  ReportHead head;
-  if (payload.size() < sizeof(head)) return false;
-  std::memcpy(&head, payload.data(), sizeof(head));
-  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kUnauthenticated)
-    return false;
-  report->rank = head.rank;
-  report->kind = static_cast<Round::Report::Kind>(head.kind);
-  report->why = statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)));
-  return true;
+  Reader reader(payload);
+  report->rank = reader.value<int>();
+  report->kind = reader.value<Round::Report::Kind>();
+  return decodeFailure(reader.rest(), &report->why) && report->rank >= 0 && report->rank < ranks &&
+         report->kind <= Round::Report::kUnauthenticated;
 }
 
 Round::Report::Kind kindOf(LossReason reason) {
@@ -56,8 +45,8 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage
       message_(std::move(message)),
       roster_(std::move(roster)),
       mailbox_(mesh_, std::move(address), this),
-      wakeup_(wakeup),
-      joined_(roster_.members.size()) {
+      wakeup_(wakeup) {
+  state_.joined.resize(roster_.members.size());
   const int self = mailbox_.rank();
   const Shape shape(hostsOf(mailbox_.group()), sumTree());
   const ControlTree tree(shape);
@@ -129,40 +118,34 @@ Status Round::result(GroupAddress* address) const {
 
 void Round::join() {
   const int self = mailbox_.rank();
-  joined_[self] = true;
+  state_.joined[self] = true;
   unsent_.push_back(self);
   if (children_.empty()) sendUp(/*isWhole=*/true);
 }
 
 void Round::sendUp(bool isWhole) {
   if (parent_ >= 0) {
-    const auto whole = static_cast<int32_t>(isWhole);
-    std::string payload(reinterpret_cast<const char*>(&whole), sizeof(whole));
-    for (const int32_t rank : std::exchange(unsent_, {})) {
-      payload.append(reinterpret_cast<const char*>(&rank), sizeof(rank));
-    }
+    std::string payload;
+    append(&payload, isWhole);
+    for (const int rank : std::exchange(unsent_, {})) append(&payload, rank);
     mailbox_.sendControl(parent_, FrameKind::kJoined, payload);
-  } else if (isWhole && roster_.isComplete() && failure_.ok()) {
-    isFormed_ = true;
+  } else if (isWhole && roster_.isComplete() && state_.failure.ok()) {
+    state_.isFormed = true;
     toChildren(FrameKind::kFormed, "");
   }
 }
 
 void Round::onJoined(int child, const std::string& payload) {
-  const auto isSet = [](const std::vector<int>& list, int value) {
-    return std::find(list.begin(), list.end(), value) != list.end();
-  };
-  if (!isSet(children_, child) || payload.size() < sizeof(int32_t)) return;
-  std::vector<int32_t> values(payload.size() / sizeof(int32_t));
-  std::memcpy(values.data(), payload.data(), values.size() * sizeof(int32_t));
-  for (size_t i = 1; i < values.size(); ++i) {
-    const int rank = values[i];
-    if (rank < 0 || rank >= mailbox_.ranks() || joined_[rank]) continue;
-    joined_[rank] = true;
+  if (!isChild(child)) return;
+  Reader reader(payload);
+  const bool isWhole = reader.value<char>() != 0;
+  while (reader.hasMore()) {
+    const int rank = reader.value<int>();
+    if (reader.hasFailed() || rank < 0 || rank >= mailbox_.ranks() || state_.joined[rank]) continue;
+    state_.joined[rank] = true;
     unsent_.push_back(rank);
   }
-  if (values[0] == 0 || isSet(wholeChildren_, child)) return;
-  wholeChildren_.push_back(child);
+  if (!isWhole || !wholeChildren_.insert(child).second) return;
   if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);
 }
 
@@ -191,8 +174,8 @@ void Round::handle(const Event& event) {
       case FrameKind::kJoined: return onJoined(source, frame->payload);
       case FrameKind::kAbort: return onAbort(source, frame->payload);
       case FrameKind::kFormed:
-        if (source != parent_ || isFormed_ || !failure_.ok()) return;
-        isFormed_ = true;
+        if (source != parent_ || state_.isFormed || !state_.failure.ok()) return;
+        state_.isFormed = true;
         return toChildren(FrameKind::kFormed, "");
       case FrameKind::kGoodbye: return onLeft(source);
       default: return;
@@ -208,32 +191,31 @@ void Round::handle(const Event& event) {
 }
 
 void Round::onLeft(int rank) {
-  if (rank != parent_ || parentState_ != Parent::kHere) return;
-  parentState_ = Parent::kLeft;
+  if (rank != parent_ || state_.parent != Parent::kHere) return;
+  state_.parent = Parent::kLeft;
   wakeup_.notify();
 }
 
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
 // children.
 void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
-  const bool isChild = std::find(children_.begin(), children_.end(), rank) != children_.end();
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
   const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
                             std::to_string(mailbox_.rank()) + ")";
   const Report loss{rank, kind, Status(Code::kNetwork, words)};
   if (rank == parent_) {
-    parentState_ = Parent::kLost;
-    parentLoss_ = loss;
+    state_.parent = Parent::kLost;
+    state_.parentLoss = loss;
     wakeup_.notify();
-  } else if (isChild || mailbox_.rank() == 0) {
+  } else if (isChild(rank) || mailbox_.rank() == 0) {
     pass(loss);
   }
 }
 
 void Round::pass(const Report& report) {
   wakeup_.notify();
-  if (mailbox_.rank() == 0) return reports_.push_back(report);
+  if (mailbox_.rank() == 0) return state_.reports.push_back(report);
   if (mailbox_.isPresent(parent_)) mailbox_.sendControl(parent_, FrameKind::kAbort, encode(report));
 }
 
@@ -241,8 +223,8 @@ void Round::onAbort(int source, const std::string& payload) {
   Report report;
   if (!decode(payload, mailbox_.ranks(), &report)) return;
   if (source != parent_) return pass(report);
-  if (!failure_.ok() || isFormed_) return;
-  failure_ = report.why;
+  if (!state_.failure.ok() || state_.isFormed) return;
+  state_.failure = report.why;
   toChildren(FrameKind::kAbort, payload);
 }
 
@@ -257,9 +239,9 @@ void Round::report(const Report& report) {
 bool Round::fail(const Status& why) {
   {
     IoLock lock(mailbox_.ioMutex());
-    if (isFormed_) return false;
-    if (!failure_.ok()) return true;
-    failure_ = why;
+    if (state_.isFormed) return false;
+    if (!state_.failure.ok()) return true;
+    state_.failure = why;
     toChildren(FrameKind::kAbort, encode({mailbox_.rank(), Report::kGaveUp, why}));
   }
   mesh_->progress();
@@ -268,8 +250,8 @@ bool Round::fail(const Status& why) {
 
 bool Round::end() {
   IoLock lock(mailbox_.ioMutex());
-  if (!isFormed_) failure_ = Status(Code::kAborted, "rank 0 makes another round");
-  return !isFormed_;
+  if (!state_.isFormed) state_.failure = Status(Code::kAborted, "rank 0 makes another round");
+  return !state_.isFormed;
 }
 
 void Round::leave() {
@@ -282,30 +264,11 @@ void Round::leave() {
   mailbox.open();
 }
 
-bool Round::isFormed() {
+Round::State Round::state() {
   IoLock lock(mailbox_.ioMutex());
-  return isFormed_;
-}
-
-Status Round::failure() {
-  IoLock lock(mailbox_.ioMutex());
-  return failure_;
-}
-
-Round::Parent Round::parentState(Report* loss) {
-  IoLock lock(mailbox_.ioMutex());
-  *loss = parentLoss_;
-  return parentState_;
-}
-
-std::vector<Round::Report> Round::takeReports() {
-  IoLock lock(mailbox_.ioMutex());
-  return std::exchange(reports_, {});
-}
-
-std::vector<bool> Round::joined() {
-  IoLock lock(mailbox_.ioMutex());
-  return joined_;
+  State now = state_;
+  state_.reports.clear();
+  return now;
 }
 
 }  // namespace mycoll

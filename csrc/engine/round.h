@@ -17,7 +17,9 @@
 // Thread contract: one thread owns it; events are handled under the I/O lock.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -58,18 +60,21 @@ class Round final : public EventHandler {
 
   const Roster& roster() const { return roster_; }
   int rank() const { return mailbox_.rank(); }
-  // All ranks have joined, and rank 0 has confirmed it.
-  bool isFormed();
-  // Not ok: rank 0, or a rank that has lost its parent, has ended the round.
-  Status failure();
+  int parent() const { return parent_; }
   enum class Parent {
     kHere,
     kLeft,  // it has left the round: it is in a later one, or has failed
     kLost,  // its process has ended, or it cannot be reached
   };
-  // loss: set if the parent is lost.
-  Parent parentState(Report* loss);
-  int parent() const { return parent_; }
+  struct State {
+    bool isFormed = false;  // all ranks have joined, and rank 0 has confirmed it
+    Status failure;  // not ok: rank 0, or a rank that has lost its parent, has ended the round
+    Parent parent = Parent::kHere;
+    Report parentLoss;            // if it is lost
+    std::vector<bool> joined;     // by rank: those that are known here
+    std::vector<Report> reports;  // on rank 0: those since the last call
+  };
+  State state();
 
   // Sends up the ranks that have joined since the last time. To be called about every 100 ms.
   void forward();
@@ -84,10 +89,6 @@ class Round final : public EventHandler {
   void leave();
   // Whether everything has been passed to the links.
   bool isFlushed() { return mailbox_.isFlushed(); }
-
-  // ---- rank 0
-  std::vector<Report> takeReports();
-  std::vector<bool> joined();
 
   // The address of the group that this round makes.
   Status result(GroupAddress* address) const;
@@ -106,6 +107,9 @@ class Round final : public EventHandler {
   void sendUp(bool isWhole) REQUIRES(ioRole);
   void toChildren(FrameKind kind, const std::string& payload) REQUIRES(ioRole);
   Status inviteChildren();
+  bool isChild(int rank) const {
+    return std::find(children_.begin(), children_.end(), rank) != children_.end();
+  }
 
   const std::shared_ptr<Mesh> mesh_;
   const InvitationMessage message_;  // the roster
@@ -116,14 +120,9 @@ class Round final : public EventHandler {
   std::vector<std::unique_ptr<Invitation>> invitations_;
   Wakeup& wakeup_;
 
-  std::vector<bool> joined_ GUARDED_BY(ioRole);        // by rank: those known here
-  std::vector<int> unsent_ GUARDED_BY(ioRole);         // of these, not sent up yet
-  std::vector<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
-  std::vector<Report> reports_ GUARDED_BY(ioRole);
-  bool isFormed_ GUARDED_BY(ioRole) = false;
-  Parent parentState_ GUARDED_BY(ioRole) = Parent::kHere;
-  Report parentLoss_ GUARDED_BY(ioRole);
-  Status failure_ GUARDED_BY(ioRole);  // also set by end()
+  State state_ GUARDED_BY(ioRole);
+  std::vector<int> unsent_ GUARDED_BY(ioRole);      // have joined, not sent up yet
+  std::set<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
 };
 
 }  // namespace mycoll

@@ -14,13 +14,6 @@
 namespace mycoll {
 namespace {
 
-// An offer of shared memory to the other ranks; 0 bytes: the first rank has none to offer.
-struct Offer {
-  uint64_t smallBytes = 0;
-  uint64_t chunkBytes = 0;
-  uint64_t areas = 0;
-};
-
 enum Step : uint64_t { kOfferStep, kAnswerStep, kVerdictStep };
 
 // Most of a job's data is reduced in its first group, so that one gets the best number of areas.
@@ -41,8 +34,8 @@ void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   if (areas >= kManyAreas) largeSegment = segment;
 }
 
-// The ranks that share an arena. members[0] offers it; shape: the one that this rank offers or
-// expects.
+// The ranks that share an arena. members[0] offers it; shape: the one that this rank offers, or
+// expects from a rank with its plans (membership: with its environment).
 struct Sharing {
   Mailbox& mailbox;
   Membership* membership;  // null: the members are not all ranks of the group
@@ -70,17 +63,15 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   Mailbox& mailbox = sharing.mailbox;
   const Signature signature;
   const std::vector<int> others(sharing.members.begin() + 1, sharing.members.end());
-  const ArenaShape& shape = sharing.shape;
+  ArenaShape shape = sharing.shape;
   std::shared_ptr<Segment> segment;
-  Offer offer;
   const Status made = Segment::create(shape.totalBytes(), &segment);
-  if (made.ok()) {
-    offer = {shape.smallBytes, shape.chunkBytes, shape.areas};
-  } else {
+  if (!made.ok()) {
     MYCOLL_LOG_WARN("%s", made.message().c_str());
+    shape.ranks = 0;  // there is nothing to offer
   }
   Batch offers(mailbox, signature);
-  for (const int rank : others) offers.send(rank, spanOf(offer), kOfferStep, segment);
+  for (const int rank : others) offers.send(rank, spanOf(shape), kOfferStep, segment);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
   if (!made.ok()) co_return Status();
@@ -113,7 +104,8 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
 
 Status takeSegment(const Sharing& sharing, const ArenaShape& shape, Fd memory,
                    std::shared_ptr<Segment>* segment) {
-  const bool isAsWanted = sharing.membership || shape == sharing.shape;  // plans rely on it
+  const ArenaShape& wanted = sharing.shape;
+  const bool isAsWanted = shape == wanted || (sharing.membership && shape.ranks == wanted.ranks);
   if (!shape.isUsable() || !isAsWanted) {
     return Status(Code::kNetwork, sharing.mailbox.describeRank(sharing.members[0]) +
                                       " offers shared memory that cannot be used");
@@ -126,18 +118,13 @@ Task acceptArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   Mailbox& mailbox = sharing.mailbox;
   const int first = sharing.members[0];
   const Signature signature;
-  Offer offer;
+  ArenaShape shape;
   Batch offers(mailbox, signature);
-  Transfer& offered = offers.receive(first, spanOf(offer), kOfferStep);
+  Transfer& offered = offers.receive(first, spanOf(shape), kOfferStep);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
-  if (offer.chunkBytes == 0) co_return Status();
+  if (shape.ranks == 0) co_return Status();
 
-  ArenaShape shape;
-  shape.ranks = static_cast<int>(sharing.members.size());
-  shape.smallBytes = offer.smallBytes;
-  shape.chunkBytes = offer.chunkBytes;
-  shape.areas = offer.areas;
   std::shared_ptr<Segment> segment;
   const Status taken = takeSegment(sharing, shape, offered.takeDescriptor(), &segment);
   if (!taken.ok()) MYCOLL_LOG_WARN("%s", taken.message().c_str());

@@ -188,8 +188,7 @@ Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr
   if (!areAllMapped && own.bytes > 0) {
     // Peers with shared memory do not ring for a process that waits for nothing.
     MutexLock lock(mutex_);
-    isAttended_ = true;
-    mailbox.mesh().addPending(1);
+    listening_.emplace(mailbox.mesh());
   }
   co_return Status();
 }
@@ -233,7 +232,7 @@ void Window::end() {
     last = std::move(keepAlive_);
     others = std::exchange(mapped_, {});
     parts_.clear();
-    ignoreMessages();
+    listening_.reset();
   }
   Mailbox& mailbox = group_->mailbox();
   mailbox.windows().close(
@@ -242,16 +241,12 @@ void Window::end() {
   mailbox.mesh().sleeper().wakeAll();  // threads whose waits have ended
 }
 
-void Window::ignoreMessages() {
-  if (std::exchange(isAttended_, false)) group_->mailbox().mesh().addPending(-1);
-}
-
 void Window::releaseOthers() {
   std::vector<std::shared_ptr<Pages>> others;
   MutexLock lock(mutex_);
   others.swap(mapped_);
   mapped_.resize(others.size());
-  ignoreMessages();
+  listening_.reset();
 }
 
 // ---- one-sided ---------------------------------------------------------------------------------

@@ -46,12 +46,14 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/mutex.h"
 #include "base/status.h"
 #include "engine/communicator.h"
+#include "engine/engine.h"
 #include "engine/op.h"
 #include "transport/shm/segment.h"
 
@@ -104,7 +106,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   Task introduce(CollectiveRunner& runner);
   Task mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped);
   Task retire(CollectiveRunner& runner);
-  void ignoreMessages() REQUIRES(mutex_);
   // Closes the window on this rank.
   void end() EXCLUDES(mutex_);
 
@@ -120,7 +121,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   std::shared_ptr<void> keepAlive_ GUARDED_BY(mutex_);
   std::vector<Part> parts_ GUARDED_BY(mutex_);                     // by rank
   std::vector<std::shared_ptr<Pages>> mapped_ GUARDED_BY(mutex_);  // by rank; null: by messages
-  bool isAttended_ GUARDED_BY(mutex_) = false;  // keeps the engine's thread ready for its messages
+  std::optional<Listening> listening_ GUARDED_BY(mutex_);          // for its messages
 };
 
 }  // namespace mycoll

@@ -118,44 +118,32 @@ class Enqueuer {
   Status group() { return issue_.group(); }
 
   Status send(Span data, int peer) {
-    if (data.bytes == 0) return {};
-    return issue_.take(
-        functions_.send(data.data, data.bytes, kBytes, peer, issue_.handle(), stream_), "ncclSend");
+    return call("ncclSend", functions_.send, data.bytes, data.data, data.bytes, kBytes, peer);
   }
 
   Status receive(Span data, int peer) {
-    if (data.bytes == 0) return {};
-    return issue_.take(
-        functions_.recv(data.data, data.bytes, kBytes, peer, issue_.handle(), stream_), "ncclRecv");
+    return call("ncclRecv", functions_.recv, data.bytes, data.data, data.bytes, kBytes, peer);
   }
 
   Status broadcast(const void* from, Span to, int root) {
-    if (to.bytes == 0) return {};
-    return issue_.take(
-        functions_.broadcast(from, to.data, to.bytes, kBytes, root, issue_.handle(), stream_),
-        "ncclBroadcast");
+    return call("ncclBroadcast", functions_.broadcast, to.bytes, from, to.data, to.bytes, kBytes,
+                root);
   }
 
   Status allReduce(Span from, Span to, const Reduction& how) {
-    if (from.bytes == 0) return {};
-    return issue_.take(functions_.allReduce(from.data, to.data, from.bytes / how.unitBytes,
-                                            how.type, how.op, issue_.handle(), stream_),
-                       "ncclAllReduce");
+    return call("ncclAllReduce", functions_.allReduce, from.bytes, from.data, to.data,
+                from.bytes / how.unitBytes, how.type, how.op);
   }
 
   Status reduce(Span from, void* to, const Reduction& how, int root) {
-    if (from.bytes == 0) return {};
-    return issue_.take(functions_.reduce(from.data, to, from.bytes / how.unitBytes, how.type,
-                                         how.op, root, issue_.handle(), stream_),
-                       "ncclReduce");
+    return call("ncclReduce", functions_.reduce, from.bytes, from.data, to,
+                from.bytes / how.unitBytes, how.type, how.op, root);
   }
 
   Status reduceScatter(const Spans& in, Span out, const Reduction& how, bool isFlat) {
     if (isFlat) {
-      if (out.bytes == 0) return {};
-      return issue_.take(functions_.reduceScatter(in[0].data, out.data, out.bytes / how.unitBytes,
-                                                  how.type, how.op, issue_.handle(), stream_),
-                         "ncclReduceScatter");
+      return call("ncclReduceScatter", functions_.reduceScatter, out.bytes, in[0].data, out.data,
+                  out.bytes / how.unitBytes, how.type, how.op);
     }
     MYCOLL_RETURN_IF_ERROR(group());
     for (int root = 0; root < ranks(); ++root) {
@@ -166,10 +154,8 @@ class Enqueuer {
 
   Status allGather(Span in, const Spans& out, bool isFlat) {
     if (isFlat) {
-      if (in.bytes == 0) return {};
-      return issue_.take(
-          functions_.allGather(in.data, out[0].data, in.bytes, kBytes, issue_.handle(), stream_),
-          "ncclAllGather");
+      return call("ncclAllGather", functions_.allGather, in.bytes, in.data, out[0].data, in.bytes,
+                  kBytes);
     }
     MYCOLL_RETURN_IF_ERROR(group());
     for (int root = 0; root < ranks(); ++root) {
@@ -181,12 +167,9 @@ class Enqueuer {
 
   Status gather(Span in, const Spans& out, int root, bool isFlat) {
     if (isFlat && functions_.gather != nullptr) {
-      if (in.bytes == 0) return {};
       // Only the root writes to it, but with NCCL_CHECK_POINTERS a null pointer is rejected.
       void* const to = rank() == root ? out[0].data : in.data;
-      return issue_.take(
-          functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.handle(), stream_),
-          "ncclGather");
+      return call("ncclGather", functions_.gather, in.bytes, in.data, to, in.bytes, kBytes, root);
     }
     if (rank() != root) return send(in, root);
     MYCOLL_RETURN_IF_ERROR(group());
@@ -200,11 +183,9 @@ class Enqueuer {
 
   Status scatter(const Spans& in, Span out, int root, bool isFlat) {
     if (isFlat && functions_.scatter != nullptr) {
-      if (out.bytes == 0) return {};
       const void* const from = rank() == root ? in[0].data : out.data;  // see gather()
-      return issue_.take(
-          functions_.scatter(from, out.data, out.bytes, kBytes, root, issue_.handle(), stream_),
-          "ncclScatter");
+      return call("ncclScatter", functions_.scatter, out.bytes, from, out.data, out.bytes, kBytes,
+                  root);
     }
     if (rank() != root) return receive(out, root);
     MYCOLL_RETURN_IF_ERROR(group());
@@ -218,10 +199,8 @@ class Enqueuer {
 
   Status allToAll(const Spans& in, const Spans& out, bool isFlat) {
     if (isFlat && functions_.alltoAll != nullptr) {
-      if (in[0].bytes == 0) return {};
-      return issue_.take(functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes,
-                                             issue_.handle(), stream_),
-                         "ncclAlltoAll");
+      return call("ncclAlltoAll", functions_.alltoAll, in[0].bytes, in[0].data, out[0].data,
+                  in[0].bytes, kBytes);
     }
     MYCOLL_RETURN_IF_ERROR(group());
     // Starts with the next rank, so that not all ranks send to rank 0 first.
@@ -235,6 +214,13 @@ class Enqueuer {
 
  private:
   static constexpr DataType kBytes = DataType::kInt8;
+
+  // Calls a function of NCCL with these arguments, unless there is nothing to move.
+  template <typename Function, typename... Arguments>
+  Status call(const char* name, Function function, size_t bytes, Arguments... arguments) {
+    if (bytes == 0) return {};
+    return issue_.take(function(arguments..., issue_.handle(), stream_), name);
+  }
 
   Issue& issue_;
   const Functions& functions_;

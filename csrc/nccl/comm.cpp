@@ -87,16 +87,9 @@ bool lockBy(std::unique_lock<std::mutex>& lock, Deadline deadline) {
 }  // namespace
 
 const char* name(State state) {
-  switch (state) {
-    case State::kNew: return "new";
-    case State::kConnecting: return "connecting";
-    case State::kReady: return "ready";
-    case State::kClosing: return "closing";
-    case State::kClosed: return "closed";
-    case State::kFailed: return "failed";
-    case State::kAborted: return "aborted";
-  }
-  return "unknown state";
+  static constexpr const char* kNames[] = {"new",    "connecting", "ready",  "closing",
+                                           "closed", "failed",     "aborted"};
+  return kNames[static_cast<size_t>(state)];
 }
 
 Comm::Comm(const Library& library, int rank, int ranks, std::string name, CommOptions options)
@@ -515,6 +508,10 @@ void Comm::runAbort() {
       (void)library_.functions().commAbort(*slot);
     }
   }
+  endAbort();
+}
+
+void Comm::endAbort() {
   std::lock_guard<std::mutex> lock(stateMutex_);
   isAbortDone_ = true;
   abortDone_.notify_all();
@@ -607,11 +604,7 @@ Status Comm::leave(Deadline deadline, const Check& check) {
   if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);
-  {
-    std::lock_guard<std::mutex> lock(stateMutex_);
-    isAbortDone_ = true;
-    abortDone_.notify_all();
-  }
+  endAbort();
   return status.ok() ? unusable() : status;
 }
 

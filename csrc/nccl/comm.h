@@ -154,6 +154,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Deadline issueDeadline() const;
   Status managed(const char* function, bool isThere, const std::function<Result(RawComm*)>& call);
   void runAbort();
+  void endAbort();
   std::unique_lock<std::mutex> evict();
   Status leave(Deadline deadline, const Check& check);
 

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <atomic>
+#include <memory>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -16,13 +17,6 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 // Never freed: a Library lives as long as the process, including static destruction.
 std::atomic<const Library*> theLibrary{nullptr};
-
-std::string versionTextOf(int version) {
-  // Up to 2.8 the code was major*1000 + minor*100 + patch.
-  const int major = version >= 10000 ? version / 10000 : version / 1000;
-  const int minor = version >= 10000 ? version / 100 % 100 : version / 100 % 10;
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
-}
 
 // The file that holds the function; empty when the linker does not know.
 std::string fileOf(void* function) {
@@ -72,12 +66,15 @@ std::string lastLinkerError() {
 
 }  // namespace
 
+std::string versionText(int version) {
+  // Up to 2.8 the code was major*1000 + minor*100 + patch.
+  const int major = version >= 10000 ? version / 10000 : version / 1000;
+  const int minor = version >= 10000 ? version / 100 % 100 : version / 100 % 10;
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
+}
+
 Status Library::load(void* handle, const std::string& where, const Library** library) {
-  auto* made = new Library;
-  auto refuse = [made](Status why) {
-    delete made;
-    return why;
-  };
+  std::unique_ptr<Library> made(new Library);
   Functions& functions = made->functions_;
   const char* missing = nullptr;
 #define MYCOLL_NCCL_FIND(member, symbol, result, parameters) \
@@ -92,28 +89,25 @@ Status Library::load(void* handle, const std::string& where, const Library** lib
 
   // The version first: it explains missing functions better than their names.
   if (functions.getVersion == nullptr) {
-    return refuse(Status(Code::kUnsupported, where + " is not NCCL: it has no ncclGetVersion"));
+    return Status(Code::kUnsupported, where + " is not NCCL: it has no ncclGetVersion");
   }
   made->path_ = fileOf(reinterpret_cast<void*>(functions.getVersion));
   if (made->path_.empty()) made->path_ = where;
   if (functions.getVersion(&made->version_) != Result::kSuccess) {
-    return refuse(Status(Code::kUnsupported, made->path_ + ": NCCL does not tell its version"));
+    return Status(Code::kUnsupported, made->path_ + ": NCCL does not tell its version");
   }
-  made->versionText_ = versionTextOf(made->version_);
   if (made->version_ < kOldestVersion) {
-    return refuse(Status(Code::kUnsupported,
-                         made->describe() + " is too old: mycoll needs " +
-                             versionTextOf(kOldestVersion) +
-                             ", the first whose communicators can be initialised without blocking, "
-                             "configured and split"));
+    return Status(Code::kUnsupported,
+                  made->describe() + " is too old: mycoll needs " + versionText(kOldestVersion) +
+                      ", the first whose communicators can be initialised without blocking, "
+                      "configured and split");
   }
   if (missing != nullptr) {
-    return refuse(
-        Status(Code::kUnsupported, made->describe() + " is incomplete: it has no " + missing));
+    return Status(Code::kUnsupported, made->describe() + " is incomplete: it has no " + missing);
   }
 
   MYCOLL_LOG_INFO("%s", made->describe().c_str());
-  *library = made;
+  *library = made.release();  // never freed
   return {};
 }
 

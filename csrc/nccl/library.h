@@ -11,6 +11,8 @@
 
 namespace mycoll::nccl {
 
+std::string versionText(int version);  // "2.28.9" of 22809
+
 class Library {
  public:
   // The oldest accepted version: the first in which ncclConfig_t has all that subgroups and
@@ -39,11 +41,10 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   const Functions& functions() const { return functions_; }
-  int version() const { return version_; }                         // 22809
-  const std::string& versionText() const { return versionText_; }  // "2.28.9"
+  int version() const { return version_; }  // 22809
   const std::string& path() const { return path_; }
   // "NCCL 2.28.9 (/path/libnccl.so.2)"
-  std::string describe() const { return "NCCL " + versionText_ + " (" + path_ + ")"; }
+  std::string describe() const { return "NCCL " + versionText(version_) + " (" + path_ + ")"; }
 
  private:
   Library() = default;
@@ -51,7 +52,6 @@ class Library {
 
   Functions functions_;
   int version_ = 0;
-  std::string versionText_;
   std::string path_;
 };
 

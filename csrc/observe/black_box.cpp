@@ -139,24 +139,30 @@ BlackBox::BlackBox() {
   open();
 }
 
-void BlackBox::open() {
-  if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
-  // Pages are reserved: a write cannot raise SIGBUS when the machine runs out of memory.
-  if (fd_.isOpen() && (fchmod(fd_.get(), 0600) != 0 || !reservePages(fd_.get(), 0, groupsAt()))) {
-    fd_.reset();
-  }
+// The next part of the file, zeroed. If it cannot be had, this part and the later ones are ordinary
+// memory, as readers require contiguous areas.
+char* BlackBox::map(size_t offset, size_t bytes) {
   void* memory = MAP_FAILED;
-  if (fd_.isOpen()) {
-    memory = mmap(nullptr, groupsAt(), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  // Pages are reserved: a write cannot raise SIGBUS when the machine runs out of memory.
+  if (fd_.isOpen() && reservePages(fd_.get(), offset, bytes)) {
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
+                  static_cast<off_t>(offset));
   }
   if (memory == MAP_FAILED) {
     fd_.reset();
-    memory = std::calloc(1, groupsAt());
+    memory = std::aligned_alloc(pageBytes(), bytes);
     if (!memory) throw std::bad_alloc();
+    std::memset(memory, 0, bytes);
   } else {
-    (void)madvise(memory, groupsAt(), MADV_DONTFORK);
+    (void)madvise(memory, bytes, MADV_DONTFORK);
   }
-  head_ = static_cast<char*>(memory);
+  return static_cast<char*>(memory);
+}
+
+void BlackBox::open() {
+  if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
+  if (fd_.isOpen() && fchmod(fd_.get(), 0600) != 0) fd_.reset();
+  head_ = map(0, groupsAt());
   box_ = new (head_ + kBoxAt) Box{};
   box_->pid = processId();
   box_->rank.store(-1);
@@ -212,15 +218,11 @@ void BlackBox::describe() {
       ",\"states\":[\"queued\",\"started\",\"done\",\"failed\"]"
       ",\"phases\":[\"unused\",\"open\",\"failed\",\"closed\"]"
       ",\"flags\":[\"composite\",\"device\"]}";
-  struct Preface {
-    char magic[8];
-    uint32_t version;
-    uint32_t bytes;
-  } preface{{}, kVersion, static_cast<uint32_t>(text.size())};
-  if (sizeof(preface) + text.size() > kDescriptionRoom) std::abort();  // any test would fail
-  std::memcpy(head_ + sizeof(preface), text.data(), text.size());
-  std::memcpy(head_ + sizeof(preface.magic), reinterpret_cast<char*>(&preface) + sizeof(kMagic),
-              sizeof(preface) - sizeof(kMagic));
+  const uint32_t versionAndBytes[] = {kVersion, static_cast<uint32_t>(text.size())};
+  constexpr size_t kTextAt = sizeof(kMagic) + sizeof(versionAndBytes);
+  if (kTextAt + text.size() > kDescriptionRoom) std::abort();  // any test would fail
+  std::memcpy(head_ + sizeof(kMagic), versionAndBytes, sizeof(versionAndBytes));
+  std::memcpy(head_ + kTextAt, text.data(), text.size());
   // Last: readers accept the box from here on.
   __atomic_store_n(reinterpret_cast<uint64_t*>(head_), std::bit_cast<uint64_t>(kMagic),
                    __ATOMIC_RELEASE);
@@ -240,21 +242,7 @@ GroupState* BlackBox::take() {
     put(area->capacity, capacity_);
     return area;
   }
-  const size_t offset = groupsAt() + areas_.size() * areaBytes_;
-  void* memory = MAP_FAILED;
-  if (fd_.isOpen() && reservePages(fd_.get(), offset, areaBytes_)) {
-    memory = mmap(nullptr, areaBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
-                  static_cast<off_t>(offset));
-  }
-  if (memory == MAP_FAILED) {
-    // Readers require contiguous areas.
-    fd_.reset();
-    memory = std::aligned_alloc(pageBytes(), areaBytes_);
-    if (!memory) throw std::bad_alloc();
-    std::memset(memory, 0, areaBytes_);
-  } else {
-    (void)madvise(memory, areaBytes_, MADV_DONTFORK);
-  }
+  char* const memory = map(groupsAt() + areas_.size() * areaBytes_, areaBytes_);
   auto* area = new (memory) GroupState{};
   areas_.push_back(area);
   put(area->life, uint32_t{1});  // 0 is the value while an area is reassigned, and no group's
@@ -300,19 +288,14 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   return number;
 }
 
-std::string BlackBox::Place::describe() const {
-  if (file.empty()) return "";
-  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(line) + " in " + function;
-}
-
-BlackBox::Place BlackBox::placeOf(uint32_t site) const {
+std::string BlackBox::placeOf(uint32_t site) const {
   if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return {};
-  const std::string text = head_ + kSitesAt + site * kSiteBytes;
-  const size_t first = text.find('\n');
-  const size_t second = text.rfind('\n');
-  if (first == text.npos || second == first) return {};
-  return {text.substr(0, first), text.substr(first + 1, second - first - 1),
-          static_cast<int>(std::strtol(text.c_str() + second + 1, nullptr, 10))};
+  const std::string text = head_ + kSitesAt + site * kSiteBytes;  // as intern() has written it
+  const size_t first = text.find('\n'), second = text.rfind('\n');
+  const std::string file = text.substr(first + 1, second - first - 1);
+  if (file.empty()) return {};
+  return file.substr(file.rfind('/') + 1) + ":" + text.substr(second + 1) + " in " +
+         text.substr(0, first);
 }
 
 void BlackBox::join(uint64_t context, int rank) {

@@ -138,13 +138,8 @@ class BlackBox {
 
   // Returns a number for a place in a program; 0 when there is no room for more.
   uint32_t intern(std::string_view function, std::string_view file, int line);
-  // The place of a number; a long path is cut at its beginning. Empty and 0: not known.
-  struct Place {
-    std::string function, file;
-    int line = 0;
-    std::string describe() const;  // "train.py:57 in step"; empty where it is not known
-  };
-  Place placeOf(uint32_t site) const;
+  // The place of a number: "train.py:57 in step"; empty where it is not known.
+  std::string placeOf(uint32_t site) const;
 
   // Called for each new group. If it is the only one, as the first of a job is, also after a
   // restart within the process, its context becomes the job's name, and rank this process's rank in
@@ -159,6 +154,7 @@ class BlackBox {
 
  private:
   BlackBox();
+  char* map(size_t offset, size_t bytes);
   void open();
   void describe();
 

@@ -58,7 +58,7 @@ void OpRecord::setSite(uint32_t site) const {
 }
 
 std::string OpRecord::place() const {
-  return isCurrent() ? BlackBox::process().placeOf(get(entry_->site)).describe() : "";
+  return isCurrent() ? BlackBox::process().placeOf(get(entry_->site)) : "";
 }
 
 void OpRecord::finish(bool isOk, int64_t now) const {

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -94,14 +95,18 @@ Status makePrivate(const std::string& path) {
   return Status();
 }
 
+std::vector<std::string> namesIn(const std::string& path) {
+  std::vector<std::string> names;
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
+  while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
+    names.emplace_back(entry->d_name);
+  }
+  return names;
+}
+
 void removeFolder(const std::string& path) {
-  if (DIR* folder = opendir(path.c_str())) {
-    while (const dirent* entry = readdir(folder)) {
-      if (std::strncmp(entry->d_name, "rank_", 5) == 0) {
-        unlinkat(dirfd(folder), entry->d_name, 0);
-      }
-    }
-    closedir(folder);
+  for (const std::string& name : namesIn(path)) {
+    if (name.starts_with("rank_")) unlink((path + "/" + name).c_str());
   }
   rmdir(path.c_str());  // remains if it contains files that are not ours
 }
@@ -110,16 +115,13 @@ void removeFolder(const std::string& path) {
 // folder.
 void removeOldJobs(const std::string& parent) {
   std::vector<std::pair<int64_t, std::string>> jobs;
-  if (DIR* folder = opendir(parent.c_str())) {
-    while (const dirent* entry = readdir(folder)) {
-      const std::string name = entry->d_name;
-      struct stat info;
-      if (name.size() == 16 && name.find_first_not_of("0123456789abcdef") == name.npos &&
-          fstatat(dirfd(folder), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) == 0) {
-        jobs.emplace_back(info.st_mtime, parent + "/" + name);
-      }
+  for (const std::string& name : namesIn(parent)) {
+    const std::string path = parent + "/" + name;
+    struct stat info;
+    if (name.size() == 16 && name.find_first_not_of("0123456789abcdef") == name.npos &&
+        lstat(path.c_str(), &info) == 0) {
+      jobs.emplace_back(info.st_mtime, path);
     }
-    closedir(folder);
   }
   std::sort(jobs.rbegin(), jobs.rend());
   const int64_t oldest = time(nullptr) - kKeptSeconds;

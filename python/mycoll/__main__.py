@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mycoll import _terminal, faults
-from mycoll._native import native
+from mycoll._native import native, unknown_variables
 from mycoll._terminal import quietly
 from mycoll._version import __version__
 
@@ -122,7 +122,7 @@ def show_environment(words: list[str]) -> int:
     else:
         for entry in entries:
             show_variable(entry)
-    for name, near in native().unknown_variables() if options.changed and not options.json else []:
+    for name, near in unknown_variables() if options.changed and not options.json else []:
         hint = f"; did you mean {near}?" if near else ""
         print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
     return 0

@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _compat, _gloo, _leaving, objects
 from mycoll._log import log
-from mycoll._native import ENCRYPT, native, nccl_wheel
+from mycoll._native import ENCRYPT, native, nccl_wheel, unknown_variables
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def prepare() -> ModuleType:
     _compat.guard_coalescing()
     objects.install()
     _leaving.watch_child()
-    warn_of_unknown_variables(module)
+    warn_of_unknown_variables()
     module.set_nccl_wheel(nccl_wheel())
     if is_rocm():
         module.set_why_no_devices(
@@ -89,13 +89,13 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def warn_of_unknown_variables(module: ModuleType) -> None:
+def warn_of_unknown_variables() -> None:
     """Once in a process, and on a host only in the first rank that a launcher starts."""
     global _warned
     if _warned or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     _warned = True
-    for name, nearest in module.unknown_variables():
+    for name, nearest in unknown_variables():
         hint = f"did you mean {nearest}?" if nearest else "`mycoll env` lists those that are"
         warnings.warn(f"{name} is not a variable of mycoll's; {hint}", stacklevel=2)
 

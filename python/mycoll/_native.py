@@ -6,7 +6,9 @@ Nothing at the top of this file imports torch, which imports this file while it 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,19 @@ def native() -> ModuleType:
     from mycoll import _C
 
     return _C
+
+
+def unknown_variables() -> list[tuple[str, str]]:
+    """MYCOLL_* variables that are set but do not exist, most likely misspelt.
+
+    Returns:
+        Each with the known name that it resembles, or "".
+    """
+    prefix = "MYCOLL_"
+    known = [entry["name"].removeprefix(prefix) for entry in native().environment()]
+    given = sorted(name.removeprefix(prefix) for name in os.environ if name.startswith(prefix))
+    near = {name: difflib.get_close_matches(name, known, 1) for name in given if name not in known}
+    return [(prefix + name, prefix + found[0] if found else "") for name, found in near.items()]
 
 
 def native_module() -> ModuleType | None:

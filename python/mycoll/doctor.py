@@ -24,7 +24,7 @@ from typing import Any
 
 from mycoll import _gloo, _terminal
 from mycoll._load import NotUsable
-from mycoll._native import native, native_module
+from mycoll._native import native, native_module, unknown_variables
 from mycoll._units import show_size
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
@@ -193,7 +193,7 @@ def check_nccl() -> Iterator[Result]:
 
 def check_variables() -> Iterator[Result]:
     """Yields the MYCOLL_* variables that are set, and those that are unknown."""
-    for name, near in native().unknown_variables():
+    for name, near in unknown_variables():
         fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
         yield Result("variables", f"{name} is unknown and has no effect", WARN, fix)
     rows = [entry for entry in native().environment() if entry["source"] != "default"]

@@ -27,6 +27,7 @@
 #include "base/fd.h"
 #include "base/topology.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "meshes.h"
 #include "test.h"
 #include "transport/connection.h"
@@ -380,8 +381,10 @@ TEST(Connecting, childrenMakeEngines) {
   std::atomic<bool> isLookingUp{false}, isOver{false};
   const auto make = [] {
     std::shared_ptr<Engine> engine;
-    std::shared_ptr<const Engine::Seat> seat;
-    return Engine::process("127.0.0.1", {"group", 0, 1}, &engine, &seat);
+    GroupOptions options;
+    options.name = "group";
+    options.storeHost = "127.0.0.1";
+    return Engine::process(&options, &engine);
   };
   std::thread maker([&] {
     const std::function<void()> waits = [&] {

@@ -101,7 +101,7 @@ void expectSums(Processes& all, const std::vector<int>& members, size_t count = 
 
 bool says(const Status& status, const std::string& words) {
   const bool does = status.message().find(words) != std::string::npos;
-  if (!does) test::fail(__FILE__, __LINE__, status.toString() + "\n  does not say: " + words);
+  if (!does) test::fail(__FILE__, __LINE__, test::show(status) + "\n  does not say: " + words);
   return does;
 }
 

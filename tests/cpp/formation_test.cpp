@@ -93,7 +93,7 @@ Status formAs(GroupOptions options, const std::shared_ptr<Store>& store,
 
 bool says(const Status& status, const std::string& words) {
   const bool does = status.message().find(words) != std::string::npos;
-  if (!does) test::fail(__FILE__, __LINE__, status.toString() + "\n  does not say: " + words);
+  if (!does) test::fail(__FILE__, __LINE__, test::show(status) + "\n  does not say: " + words);
   return does;
 }
 
@@ -150,7 +150,7 @@ class Puppet {
       publish();
     }
     std::vector<InvitationMessage> messages;
-    drive([&] { return !(messages = reception_->takeRosters()).empty(); });
+    drive([&] { return !(messages = reception_->takeMessages()).empty(); });
     message_ = std::move(messages.back());
     Roster roster;
     ASSERT_OK(Roster::decode(message_->text, &roster));
@@ -163,8 +163,8 @@ class Puppet {
   }
   // Until the round has failed.
   Status failure() {
-    drive([this] { return !round->failure().ok(); });
-    return round->failure();
+    drive([this] { return !round->state().failure.ok(); });
+    return round->state().failure;
   }
   // Ends like a process that was killed: it sends nothing more.
   void die() { tap_->isCut = true; }
@@ -710,7 +710,7 @@ TEST(Formation, theEndOfRankZeroIsReported) {
                           {InvitationMessage::Content::kRoster, roster.encode()}, roster,
                           puppet.news, &puppet.round));
     puppet.drive([&] {
-      const std::vector<bool> joined = puppet.round->joined();
+      const std::vector<bool> joined = puppet.round->state().joined;
       return std::count(joined.begin(), joined.end(), true) == 4;
     });
   });
@@ -772,7 +772,7 @@ TEST(Formation, aSlowRankHoldsUpNoOther) {
     const Roster roster = leader.beInvited();
     EXPECT(roster.members[1].isSlow);
     leader.join(roster);
-    leader.drive([&] { return leader.round->isFormed(); });
+    leader.drive([&] { return leader.round->state().isFormed; });
   });
   EXPECT_OK(found[0]);
   EXPECT_OK(found[2]);
@@ -791,7 +791,7 @@ TEST(Formation, theEndOfAParentIsReported) {
     do {
       leader.join(leader.beInvited());
     } while (leader.round->roster().members[2].isAbsent());
-    leader.drive([&]() -> bool { return leader.round->joined()[2]; });
+    leader.drive([&]() -> bool { return leader.round->state().joined[2]; });
     leader.die();
   });
   for (const int rank : {0, 2}) {
@@ -878,7 +878,7 @@ TEST(Formation, anOldInvitationIsIgnored) {
     ASSERT_OK(Invitation::send(zero.mesh(), {one.address, unknown}, messages[0], {}, &last));
     zero.drive([&] { return last->hasFailed(); });
     haveArrived.count_down();
-    zero.drive([&] { return zero.round->isFormed(); });
+    zero.drive([&] { return zero.round->state().isFormed; });
   });
   EXPECT_OK(found);
 }

@@ -73,7 +73,7 @@ Status ended(const OpPtr& op) {
 
 void expectNoTimeout(const Status& status, int number) {
   if (status.code() != Code::kTimeout) return;
-  EXPECT_EQ("allocation " + std::to_string(number) + ": " + status.toString(), "");
+  EXPECT_EQ("allocation " + std::to_string(number) + ": " + test::show(status), "");
 }
 
 // Sums and messages of both sizes; true if all ended well.

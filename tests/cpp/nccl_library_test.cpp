@@ -50,15 +50,15 @@ std::string optionalFunctions(const Library& library) {
 std::string refused(const std::string& wheel, Code code, const std::string& words) {
   const Library* library = nullptr;
   const Status status = Library::get(wheel, &library);
-  if (status.code() != code) return "not refused so: " + status.toString();
-  if (status.message().find(words) == std::string::npos) return status.toString();
+  if (status.code() != code) return "not refused so: " + test::show(status);
+  if (status.message().find(words) == std::string::npos) return test::show(status);
   return Library::loaded() == nullptr ? "" : "there is a library nevertheless";
 }
 
 std::string found(const std::string& wheel, const std::string& path) {
   const Library* library = nullptr;
   const Status status = Library::get(wheel, &library);
-  if (!status.ok()) return status.toString();
+  if (!status.ok()) return test::show(status);
   if (library->path() != path) return library->path() + " instead of " + path;
   const Library* again = nullptr;
   if (!Library::get("/nowhere", &again).ok() || again != library) return "not the same again";
@@ -161,7 +161,8 @@ TEST(NcclLibrary, knowsWhatItLacks) {
     setenv("STANDIN_NCCL", "version=23004", 1);
     const Library* library = nullptr;
     if (!Library::open(kFull, &library).ok()) return std::string("not opened");
-    if (library->versionText() != "2.30.4") return library->versionText();
+    const std::string version = versionText(library->version());
+    if (version != "2.30.4") return version;
     const std::string text = optionalFunctions(*library);
     const std::string all =
         "commSplit memAlloc memFree commRegister commDeregister commWindowRegister "

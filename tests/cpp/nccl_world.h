@@ -25,7 +25,7 @@ class StandIn {
   explicit StandIn(const std::string& variant) {
     const std::string file = std::string(STANDINS "/") + variant + "libnccl.so.2";
     const Status opened = Library::open(file, &library_);
-    if (!opened.ok()) test::fail(__FILE__, __LINE__, opened.toString());
+    if (!opened.ok()) test::fail(__FILE__, __LINE__, test::show(opened));
     handle_ = dlopen(file.c_str(), RTLD_NOLOAD | RTLD_NOW);
     script_ = reinterpret_cast<void (*)(const char*)>(dlsym(handle_, "mycoll_standin_nccl_script"));
     count_ =
@@ -118,7 +118,7 @@ class World {
   World(StandIn& standIn, int ranks, CommOptions options = {}) : standIn_(standIn) {
     UniqueId id;
     const Status made = Comm::createId(standIn.library(), &id);
-    if (!made.ok()) test::fail(__FILE__, __LINE__, made.toString());
+    if (!made.ok()) test::fail(__FILE__, __LINE__, test::show(made));
     for (int rank = 0; rank < ranks; ++rank) {
       ranks_.push_back({std::make_shared<Comm>(standIn.library(), rank, ranks, "world",
                                                onDeviceOf(rank, options)),
@@ -206,7 +206,7 @@ inline bool eventually(const std::function<bool()>& isTrue) {
 
 inline bool contains(const Status& status, const std::string& words) {
   if (status.message().find(words) != std::string::npos) return true;
-  std::fprintf(stderr, "no '%s' in '%s'\n", words.c_str(), status.toString().c_str());
+  std::fprintf(stderr, "no '%s' in '%s'\n", words.c_str(), test::show(status).c_str());
   return false;
 }
 

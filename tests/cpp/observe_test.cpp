@@ -199,12 +199,16 @@ TEST(Recorder, textsAreCutBetweenCharacters) {
   EXPECT_EQ(areaOf("cut").description, "a" + letters.substr(0, 3 * 42));
   const uint32_t site =
       BlackBox::process().intern("step", "/" + letters + letters + "/train.py", 57);
-  const BlackBox::Place place = BlackBox::process().placeOf(site);
-  EXPECT_EQ(place.function, "step");
-  EXPECT_EQ(place.line, 57);
-  EXPECT(place.file.size() < 255 && place.file.size() > 200);
-  EXPECT_EQ(place.file.substr(0, 3), "\u6570");
-  EXPECT(contains(place.file, "\u6570/train.py"));
+  EXPECT_EQ(BlackBox::process().placeOf(site), "train.py:57 in step");
+  // As readers of the box see it.
+  const std::string box = BlackBox::process().snapshot();
+  const size_t end = box.find("\u6570/train.py\n57");
+  const size_t begin = box.rfind("step\n", end);
+  EXPECT(end != box.npos && begin != box.npos);
+  const std::string file = box.substr(begin + 5, end + 12 - begin - 5);
+  EXPECT(file.size() < 255 && file.size() > 200);
+  EXPECT_EQ(file.substr(0, 3), "\u6570");
+  EXPECT(contains(file, "\u6570/train.py"));
 }
 
 TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {

@@ -35,7 +35,7 @@ const Library& library() {
   static const Library* found = [] {
     const Library* opened = nullptr;
     const Status status = Library::open(std::getenv("REAL_NCCL"), &opened);
-    if (!status.ok()) test::fail(__FILE__, __LINE__, status.toString());
+    if (!status.ok()) test::fail(__FILE__, __LINE__, test::show(status));
     return opened;
   }();
   ASSERT(found != nullptr);

@@ -708,7 +708,7 @@ void expect(bool isMet, unsigned seed, int rank, const std::string& text) {
 
 void expectWell(const Fate& fate, unsigned seed, int rank) {
   expect(fate.error.ok() && !fate.isWrong && fate.done == fate.asked, seed, rank,
-         fate.isWrong ? "wrong bits" : fate.error.toString());
+         fate.isWrong ? "wrong bits" : test::show(fate.error));
 }
 
 void expectAllWell(const Script& script) {
@@ -729,7 +729,7 @@ void expectHeard(const Fate& fate, unsigned seed, int rank, Code code, const std
   expect(!fate.isWrong, seed, rank, "wrong bits");
   if (fate.error.ok()) return expect(fate.done == fate.asked, seed, rank, "ended early");
   expect(fate.error.code() == code && fate.error.message().find(words) != std::string::npos, seed,
-         rank, fate.error.toString());
+         rank, test::show(fate.error));
 }
 
 // Each seed's fault befalls one rank's network, and with it groups that this rank is in. Survivors

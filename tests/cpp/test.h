@@ -55,8 +55,8 @@ std::string show(const T& value) {
     std::ostringstream out;
     out << value;
     return out.str();
-  } else if constexpr (requires { value.toString(); }) {
-    return value.toString();
+  } else if constexpr (requires { value.code(), value.message(); }) {  // a Status
+    return "code " + show(value.code()) + ": " + value.message();
   } else {
     return "(a value)";
   }
@@ -150,13 +150,13 @@ class ScopedFolder {
     }                                                                                             \
   } while (false)
 
-// For anything with ok() and toString(): Status.
-#define EXPECT_OK(expression)                                                                  \
-  do {                                                                                         \
-    const auto& testStatus = (expression);                                                     \
-    if (!testStatus.ok()) {                                                                    \
-      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + testStatus.toString()); \
-    }                                                                                          \
+// For a Status.
+#define EXPECT_OK(expression)                                                                     \
+  do {                                                                                            \
+    const auto& testStatus = (expression);                                                        \
+    if (!testStatus.ok()) {                                                                       \
+      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + ::test::show(testStatus)); \
+    }                                                                                             \
   } while (false)
 
 #define ASSERT(condition)                           \
@@ -167,13 +167,13 @@ class ScopedFolder {
     }                                               \
   } while (false)
 
-#define ASSERT_OK(expression)                                                                  \
-  do {                                                                                         \
-    const auto& testStatus = (expression);                                                     \
-    if (!testStatus.ok()) {                                                                    \
-      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + testStatus.toString()); \
-      throw ::test::Stop{};                                                                    \
-    }                                                                                          \
+#define ASSERT_OK(expression)                                                                     \
+  do {                                                                                            \
+    const auto& testStatus = (expression);                                                        \
+    if (!testStatus.ok()) {                                                                       \
+      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + ::test::show(testStatus)); \
+      throw ::test::Stop{};                                                                       \
+    }                                                                                             \
   } while (false)
 
 // Ends the test without a verdict: the machine cannot run it. On the test's own thread only.

@@ -637,7 +637,7 @@ Status Root::handleReport(const Round::Report& report) {
     return tooLate(report.rank, sanitized(report.why.message()), missing());
   }
   if (report.kind == Kind::kUnauthenticated) {
-    const Tls* const tls = engine_->mesh()->options().tls.get();
+    const Tls* const tls = engine_.mesh()->options().tls.get();
     return error(Code::kInvalidArgument,
                  report.why.message() +
                      (tls && tls->usesCertificates()

@@ -43,8 +43,8 @@
 #include "base/task.h"
 #include "base/types.h"
 #include "collectives/shm/arena.h"
-#include "collectives/shm/single_copy.h"
 #include "transport/shm/segment.h"
+#include "transport/shm/single_copy.h"
 
 namespace mycoll {
 

@@ -100,7 +100,7 @@ bool PeerMemory::offerProcess(const Arena& arena, OpKind kind, const Spans& piec
     const auto chosen = chosen_.find(which);
     if (chosen != chosen_.end()) {
       choice = chosen->second.way;
-      isAgain = choice == Choice::kDirect && ++chosen->second.calls >= chosen->second.nextAgain;
+      isAgain = chosen->second.isDueAgain();
     }
   }
   if (choice == Choice::kStaged) return false;
@@ -290,12 +290,6 @@ bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* pro
 
 bool PeerMemory::areProcessesAlive() const {
   return lives_.empty() || ::poll(lives_.data(), lives_.size(), 0) <= 0;
-}
-
-void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {
-  Chosen& chosen = chosen_[of];
-  if (chosen.calls >= chosen.nextAgain) chosen.nextAgain = chosen.calls * Chosen::kAgain;
-  chosen.way = way;
 }
 
 // ---- reading

@@ -1,8 +1,8 @@
 // SingleCopy: ranks of one host read each other's ordinary tensors through the kernel
-// (process_vm_readv), so that a byte crosses memory once. Staging it in the arena takes two copies,
-// but each of those is faster. Which way is faster depends on the processor, the kernel, the size
-// and the pages: so the first call of each kind and size is made both ways (shmMeasure), and the
-// process keeps the result.
+// (process_vm_readv), so that a byte crosses memory once. Staging it takes two copies, but each of
+// those is faster, and two ranks make them at the same time. Which way is faster depends on the
+// processor, the kernel, the size and the pages: so the first collective of each kind and size is
+// made both ways (shmMeasure), messages are timed (CopyTrials), and the process keeps the results.
 //
 // Thread contract: all [any thread].
 #pragma once

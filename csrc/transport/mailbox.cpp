@@ -609,8 +609,7 @@ void Mailbox::onAnswer(const FrameHeader& came) {
   if (isTaken) return finish(request, Status());
   Connection& connection = mesh_->linkTo(group_.peers[came.source]);
   if (request.isShared_ && came.tag != 0) {
-    const uint64_t region = SharedHeap::process().find(request.data_).region;
-    connection.regions().takeBack(region != 0 ? region : SharedPlace::kProcess);
+    connection.regions().takeBack(SharedReads::regionOf(request.data_));
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);

@@ -13,6 +13,13 @@
 
 namespace mycoll {
 
+uint64_t SharedReads::regionOf(const Span& data) {
+  const uint64_t region = SharedHeap::process().find(data).region;
+  if (region != 0) return region;
+  const SingleCopy::Case size = SingleCopy::caseOf(OpKind::kSend, 2, data.bytes);
+  return SharedPlace::kProcess + static_cast<uint64_t>(size.logBytes);
+}
+
 void SharedReads::offer(Transfer& request, Connection& connection, OutItem* item) {
   const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
   if (!isOpen || request.attached_) return;
@@ -31,16 +38,17 @@ void SharedReads::offer(Transfer& request, Connection& connection, OutItem* item
 // The kernel decides whether the receiver may read it, which begin() tries.
 SharedPlace SharedReads::offerProcess(const Transfer& request, Connection& connection) {
   const Span& data = request.data_;
+  const uint64_t region = regionOf(data);
   if (local_.options.singleCopy == SingleCopyUse::kOff ||
       request.messageClass_ != MessageClass::kPointToPoint ||
-      data.bytes < SingleCopy::kLeastBytes ||
-      connection.regions().isTakenBack(SharedPlace::kProcess) || !isReadableByOthers(data)) {
+      data.bytes < SingleCopy::kLeastBytes || connection.regions().isTakenBack(region) ||
+      !isReadableByOthers(data)) {
     return {};
   }
   permitReading();
   std::memcpy(head_.uid, local_.address.uid.data(), sizeof(head_.uid));
-  return {SharedPlace::kProcess, reinterpret_cast<uint64_t>(data.data),
-          reinterpret_cast<uint64_t>(&head_), head_.revocations.load(std::memory_order_relaxed)};
+  return {region, reinterpret_cast<uint64_t>(data.data), reinterpret_cast<uint64_t>(&head_),
+          head_.revocations.load(std::memory_order_relaxed)};
 }
 
 bool SharedReads::begin(Transfer& request, const FrameHeader& came, SharedPlace* place,
@@ -48,12 +56,12 @@ bool SharedReads::begin(Transfer& request, const FrameHeader& came, SharedPlace*
   const size_t bytes = request.data_.bytes;
   if (bytes == 0 || bytes != came.messageBytes) return false;
   Reading reading{&request, came, *place, nullptr, nullptr};
-  if (place->region == SharedPlace::kProcess) {
+  if (place->isOfProcess()) {
     const SingleCopyUse use = local_.options.singleCopy;
     if (use == SingleCopyUse::kOff || !connection.isShm()) return false;
     if (use == SingleCopyUse::kMeasured &&
         trials_.begin(bytes, &request.isTimed_) == SingleCopy::Choice::kStaged) {
-      place->region = 0;
+      if (request.isTimed_) place->region = 0;
       return false;
     }
     if (!isStillOffered(reading)) return false;

@@ -45,11 +45,15 @@ class SharedReads {
  public:
   SharedReads(const Local& local, const ProcessWatch& watch) : local_(local), watch_(watch) {}
 
+  // The number under which a receiver may refuse the places of such messages, for a while: that of
+  // a region, or of a size.
+  static uint64_t regionOf(const Span& data);
   // The sender's side: adds the place of the message to its kRequestToSend, if the receiver at the
   // other end of this connection can read there.
   void offer(Transfer& request, Connection& connection, OutItem* item) REQUIRES(ioRole);
   // The receiver's side: returns false if the message is not read in place. It arrived with this
-  // header over this connection. place->region: 0 if it could have been read.
+  // header over this connection. Sets place->region to 0 if the sender is to offer the next one,
+  // too.
   bool begin(Transfer& request, const FrameHeader& header, SharedPlace* place,
              Connection& connection) REQUIRES(ioRole);
   // Both sides: the request, which is shared, ends before the message was read.

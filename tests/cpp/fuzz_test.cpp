@@ -73,7 +73,7 @@ std::string nonsense(std::mt19937& random) {
       SharedPlace place{1 + random() % 2, SharedHeap::headBytes(), kRegionBytes, 0};
       if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
       if (random() % 3 == 0) place.regionBytes = sizes[random() % std::size(sizes)];
-      if (random() % 3 == 0) place.region = SharedPlace::kProcess;
+      if (random() % 3 == 0) place.region = SharedPlace::kProcess + random() % 65;
       payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
       header.hasDescriptor = random() % 4 > 0;
       header.payloadBytes = sizeof(place);

@@ -173,7 +173,7 @@ std::atomic<bool> endsAtRead{false};
 std::atomic<bool> endsOwner{false};
 // The process that is read is not the peer: its pid was used again.
 std::atomic<bool> readsStranger{false};
-std::atomic<int> readsOfOthers{0};
+std::atomic<int> readsOfOthers{0}, readsOfOwn{0};
 
 extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long locals,
                                     const iovec* remote, unsigned long remotes,
@@ -182,7 +182,7 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long
       reinterpret_cast<decltype(&process_vm_readv)>(dlsym(RTLD_NEXT, "process_vm_readv"));
   if (pid == getpid() ? refusesOwn : refusesReads) return errno = EPERM, -1;
   const auto read = [&] { return next(pid, local, locals, remote, remotes, flags); };
-  if (pid == getpid()) return read();
+  if (pid == getpid()) return ++readsOfOwn, read();
   ++readsOfOthers;
   if (endsAtRead) _exit(0);
   const ssize_t count = read();
@@ -812,8 +812,27 @@ TEST(SingleCopy, messagesAreMeasured) {
       optionsWith(SingleCopyUse::kMeasured));
 }
 
-// A receiver that may not read the sender asks for the data, and is not offered more for a while.
-// So does one that reads another process, or one that no longer takes part.
+// A sender does not offer what its receiver has found to be slower, but now and then.
+TEST(SingleCopy, messagesThatAreStagedAreNotOffered) {
+  runProcesses(
+      2,
+      [](Communicator& group) {
+        meet(group);
+        constexpr size_t kCount = 30'000;
+        SingleCopy::process().keep(SingleCopy::caseOf(OpKind::kSend, 2, kCount * 4),
+                                   {1, 1, Choice::kStaged});
+        for (uint64_t number = 1; number <= 20; ++number) {
+          ASSERT_OK(passOn(group, kCount, number));
+        }
+        EXPECT_EQ(readsOfOwn > 0, group.rank() == 0);
+        EXPECT(readsOfOwn < 20);
+        EXPECT_EQ(readsOfOthers.load(), 0);
+      },
+      optionsWith(SingleCopyUse::kMeasured));
+}
+
+// A receiver that may not read the sender asks for the data, and is not offered more for a while;
+// so is one that finds another process there.
 TEST(SingleCopy, messagesOfAProcessThatRefusesAreStaged) {
   for (const auto use : {SingleCopyUse::kOn, SingleCopyUse::kMeasured}) {
     for (const bool isStranger : {false, true}) {

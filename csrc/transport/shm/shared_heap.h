@@ -49,9 +49,10 @@ struct RegionHead {
 
 // The place of memory that another process of the host may read. region 0: none.
 struct SharedPlace {
-  // Memory of the owner's process: `offset` and `regionBytes` are addresses, the latter of the head
-  // with the revocations.
-  static constexpr uint64_t kProcess = UINT64_MAX;
+  // From here on: memory of the owner's process, not of a region. `offset` and `regionBytes` are
+  // addresses, the latter of the head with the revocations.
+  static constexpr uint64_t kProcess = UINT64_MAX - 64;
+  bool isOfProcess() const { return region >= kProcess; }
 
   uint64_t region = 0;
   uint64_t offset = 0;       // from the beginning of the segment

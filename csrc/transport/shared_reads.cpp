@@ -24,30 +24,25 @@ void SharedReads::offer(Transfer& request, Connection& connection, OutItem* item
   const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
   if (!isOpen || request.attached_) return;
   SharedPlace place = SharedHeap::process().find(request.data_);
-  if (place.region == 0) {
-    place = offerProcess(request, connection);
-    if (place.region == 0) return;
-  } else if (!connection.regions().offer(place.region, &request.attached_)) {
-    return;
-  }
+  if (place.region == 0) place = placeInProcess(request);
+  if (place.region == 0 || !connection.regions().offer(place.region, &request.attached_)) return;
+  if (place.isOfProcess() && !isReadableByOthers(request.data_)) return;
   request.isShared_ = true;
   item->owned.assign(reinterpret_cast<const char*>(&place), sizeof(place));
   item->header.payloadBytes = sizeof(place);
 }
 
-// The kernel decides whether the receiver may read it, which begin() tries.
-SharedPlace SharedReads::offerProcess(const Transfer& request, Connection& connection) {
+// Region 0 if the message is always staged. The kernel decides whether the receiver may read it.
+SharedPlace SharedReads::placeInProcess(const Transfer& request) {
   const Span& data = request.data_;
-  const uint64_t region = regionOf(data);
   if (local_.options.singleCopy == SingleCopyUse::kOff ||
       request.messageClass_ != MessageClass::kPointToPoint ||
-      data.bytes < SingleCopy::kLeastBytes || connection.regions().isTakenBack(region) ||
-      !isReadableByOthers(data)) {
+      data.bytes < SingleCopy::kLeastBytes) {
     return {};
   }
   permitReading();
   std::memcpy(head_.uid, local_.address.uid.data(), sizeof(head_.uid));
-  return {region, reinterpret_cast<uint64_t>(data.data), reinterpret_cast<uint64_t>(&head_),
+  return {regionOf(data), reinterpret_cast<uint64_t>(data.data), reinterpret_cast<uint64_t>(&head_),
           head_.revocations.load(std::memory_order_relaxed)};
 }
 

@@ -73,7 +73,7 @@ class SharedReads {
     const char* from;  // null: the place is in the peer's process
   };
 
-  SharedPlace offerProcess(const Transfer& request, Connection& connection) REQUIRES(ioRole);
+  SharedPlace placeInProcess(const Transfer& request) REQUIRES(ioRole);
   bool copyPiece(const Reading& reading, size_t bytes) REQUIRES(ioRole);
   bool isStillOffered(const Reading& reading) const REQUIRES(ioRole);
 

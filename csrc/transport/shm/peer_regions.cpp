@@ -23,15 +23,11 @@ Status PeerRegions::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
 bool PeerRegions::offer(uint64_t region, std::shared_ptr<const Segment>* attached) {
   const auto known = given_.find(region);
   if (known != given_.end() && known->second.isNever()) return true;
-  if (isTakenBack(region)) return false;
+  if (known != given_.end() && !known->second.expired()) return false;
+  if (region >= SharedPlace::kProcess) return true;
   *attached = SharedHeap::process().segmentOf(region);
   if (*attached) given_[region] = Deadline::never();
   return *attached != nullptr;
-}
-
-bool PeerRegions::isTakenBack(uint64_t region) const {
-  const auto known = given_.find(region);
-  return known != given_.end() && !known->second.isNever() && !known->second.expired();
 }
 
 void PeerRegions::takeBack(uint64_t region) { given_[region] = Deadline::after(kTryAgain); }

@@ -821,6 +821,7 @@ TEST(SingleCopy, messagesThatAreStagedAreNotOffered) {
         constexpr size_t kCount = 30'000;
         SingleCopy::process().keep(SingleCopy::caseOf(OpKind::kSend, 2, kCount * 4),
                                    {1, 1, Choice::kStaged});
+        readsOfOwn = 0;
         for (uint64_t number = 1; number <= 20; ++number) {
           ASSERT_OK(passOn(group, kCount, number));
         }

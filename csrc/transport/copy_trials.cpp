@@ -38,9 +38,7 @@ void CopyTrials::end(Choice way, bool isOk) {
       SingleCopy::judge(trial.staged.data() + 1, trial.direct.data() + 1);
   MYCOLL_LOG_DEBUG("messages of %.0f bytes: staged %.1f us, single copy %.1f us", size,
                    result.stagedMicros, result.directMicros);
-  trial.chosen.choose(result.choice);
-  trial.staged.clear();
-  trial.direct.clear();
+  trial = {{.way = result.choice, .nextAgain = kAgain}, {}, {}};
   SingleCopy::process().keep(round_.of, result);
 }
 

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <vector>
 
@@ -30,6 +31,9 @@ class CopyTrials {
   // Later messages join no round that has so many: where one follows another without a pause, a
   // round must end, too.
   static constexpr int kMostMessages = 32;
+  // If single copy was chosen, it is measured again after so many messages: while other programs
+  // occupy a core, staging takes long, as it needs both ranks.
+  static constexpr uint64_t kAgain = 256;
   using Clock = std::chrono::steady_clock;
   struct Round {
     SingleCopy::Case of{};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "kernels/copy.h"
@@ -83,7 +84,11 @@ void SharedReads::end(const Transfer& request) {
 }
 
 void SharedReads::onTimed(const Transfer& request, bool isOk) {
-  trials_.end(request.isShared_ ? SingleCopy::Choice::kDirect : SingleCopy::Choice::kStaged, isOk);
+  using Choice = SingleCopy::Choice;
+  try {
+    trials_.end(request.isShared_ ? Choice::kDirect : Choice::kStaged, isOk);
+  } catch (const std::bad_alloc&) {  // the round does not count: a request must end in any case
+  }
 }
 
 bool SharedReads::copyPiece(const Reading& reading, size_t bytes) {

@@ -14,7 +14,7 @@ Choice CopyTrials::begin(size_t bytes, bool* isTimed) {
   if (chosen.way != Choice::kUnknown && !chosen.isDueAgain()) return chosen.way;
   if (round_.unfinished == 0) {
     const bool isDirect = trial.direct.size() < trial.staged.size();
-    round_ = {size, isDirect ? Choice::kDirect : Choice::kStaged, Clock::now()};
+    round_ = {size, isDirect ? Choice::kDirect : Choice::kStaged};
   }
   if (round_.of == size && round_.messages < kMostMessages) {
     *isTimed = true;

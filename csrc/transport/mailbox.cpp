@@ -572,6 +572,7 @@ FrameTarget Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
     failBy(describeRank(came.source) + " sent more than was agreed");
     return {};
   }
+  if (request.isTimed_ && request.begun_ == 0) mesh_->sharedReads().onData();
   request.begun_ += came.payloadBytes;
   FrameTarget target;
   target.request = &request;

@@ -125,6 +125,7 @@ bool SharedReads::read(size_t bytes) {
   Transfer& request = *reading.request;
   const Span& data = request.data_;
   const size_t piece = std::min(bytes, data.bytes - request.transferred_);
+  if (request.isTimed_ && request.transferred_ == 0) onData();
   const bool isRead = copyPiece(reading, piece);
   request.transferred_ += piece;
   if (isRead && request.transferred_ < data.bytes) {

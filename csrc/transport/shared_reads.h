@@ -58,7 +58,8 @@ class SharedReads {
              Connection& connection) REQUIRES(ioRole);
   // Both sides: the request, which is shared, ends before the message was read.
   void end(const Transfer& request) REQUIRES(ioRole);
-  // A message that begin() has timed is received, in either way.
+  // A message that begin() has timed begins to arrive, and has ended, in either way.
+  void onData() REQUIRES(ioRole) { trials_.onData(); }
   void onTimed(const Transfer& request, bool isOk) REQUIRES(ioRole);
 
   // Reads up to this many bytes of one message. Returns false if there is none.

@@ -2,6 +2,9 @@
 
     ./dev python benchmarks/single_copy.py                       two ranks, 64 KiB to 16 MiB
     ./dev python benchmarks/single_copy.py --ranks 4 --sizes 1M --huge-pages
+    ./dev python benchmarks/single_copy.py --operations send_recv,exchange --sizes 64K,1M,64M
+
+send_recv: each rank with an even number sends to the next one. exchange: they send to each other.
 
 Three jobs of the same ranks take turns, while the others wait: MYCOLL_SINGLE_COPY=off, on and auto.
 In each turn every rank writes its tensors before each call. The time of a turn is the median of its
@@ -24,8 +27,10 @@ from mycoll._units import parse_size, show_size
 
 USES = ("off", "on", "auto")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+MESSAGES = ("send_recv", "exchange")
 SIZES = "64K,128K,256K,512K,1M,2M,4M,16M"
 BYTES_OF_TURN = 32 << 20
+CALLS_OF_FIRST_TURN = 16  # enough to measure
 
 
 def call(
@@ -40,6 +45,16 @@ def call(
         dist.all_gather(wholes, tensor)
     elif operation == "broadcast":
         dist.broadcast(tensor, 0)
+    elif operation == "send_recv":
+        if dist.get_rank() % 2:
+            dist.recv(wholes[0], dist.get_rank() - 1)
+        else:
+            dist.send(tensor, dist.get_rank() + 1)
+    elif operation == "exchange":
+        other = dist.get_rank() ^ 1
+        both = [dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, wholes[0], other)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
     else:
         dist.all_to_all(parts, list(tensor.chunk(len(parts))))
 
@@ -57,14 +72,14 @@ def serve(pipe: Connection, rank: int, ranks: int, port: int, use: str, huge_pag
     dist.init_process_group("mycoll", store=mine, rank=rank, world_size=ranks)
     while True:
         try:
-            operation, nbytes = pipe.recv()
+            operation, nbytes, least_calls = pipe.recv()
         except EOFError:
             return
         tensor = torch.ones(nbytes // 4 // ranks * ranks)
         parts = list(torch.empty_like(tensor).chunk(ranks))
         wholes = [torch.zeros_like(tensor) for _ in parts]
         times = []
-        for index in range(max(4, min(100, BYTES_OF_TURN // nbytes))):
+        for index in range(max(least_calls, min(100, BYTES_OF_TURN // nbytes))):
             tensor.fill_(1)
             dist.barrier()
             began = time.perf_counter()
@@ -79,6 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES)
+    known = ", ".join(OPERATIONS + MESSAGES)
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help=f"of {known}")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--huge-pages", action="store_true", help="tensors on huge pages")
     options = parser.parse_args()
@@ -93,13 +110,13 @@ def main() -> None:
             pipes.append(ours)
     print("| | " + " | ".join(f"{use}, us" for use in USES) + " | on/off | auto/off |")
     print("|---|" + "---|" * (len(USES) + 2))
-    for operation in OPERATIONS:
+    for operation in options.operations.split(","):
         for size in map(parse_size, options.sizes.split(",")):
             taken: dict[str, list[float]] = {use: [] for use in USES}
             for turn in range(-1, options.turns):
                 for use in USES if turn % 2 else USES[::-1]:
                     for pipe in jobs[use]:
-                        pipe.send((operation, size))
+                        pipe.send((operation, size, CALLS_OF_FIRST_TURN if turn < 0 else 4))
                     slowest = max(pipe.recv() for pipe in jobs[use])
                     if turn >= 0:  # the turn before connects the ranks, and measures
                         taken[use].append(slowest)

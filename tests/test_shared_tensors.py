@@ -242,6 +242,70 @@ def test_all_operations_by_single_copy(pool, mycoll_only, size):
             world.run(all_operations, dtype, 2**18 // dtype.itemsize + 3, "ordinary")
 
 
+def messages(ctx: Ctx, numel: int) -> None:
+    """Messages of a ring, by every function that sends them."""
+    after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    inputs = ctx.inputs(torch.float32, (3, numel))
+    mine, want = inputs[ctx.rank], inputs[before]
+    got = torch.zeros_like(want)
+    with ctx.case(f"send and recv {numel}"):
+        for sender in range(ctx.size):
+            if ctx.rank == sender:
+                dist.send(mine[0], after)
+            elif before == sender:
+                dist.recv(got[0], sender)
+        ctx.same(got[0], want[0])
+    with ctx.case(f"any source {numel}"):
+        work = dist.isend(mine[1], after, tag=3)
+        assert work is not None
+        ctx.equal(dist.recv(got[1], tag=3), before)
+        work.wait()
+        ctx.same(got[1], want[1])
+    with ctx.case(f"batch {numel}"):
+        got.zero_()
+        parts = [
+            operation
+            for i in range(3)
+            for operation in (
+                dist.P2POp(dist.irecv, got[i], before),
+                dist.P2POp(dist.isend, mine[i], after),
+            )
+        ]
+        for work in dist.batch_isend_irecv(parts):
+            work.wait()
+        ctx.same(got, want)
+    with ctx.case(f"strided {numel}"):
+        work = dist.isend(mine.t()[1:].contiguous(), after)
+        turned = torch.zeros(numel - 1, 3)
+        dist.recv(turned, before)
+        assert work is not None
+        work.wait()
+        ctx.same(turned, want.t()[1:])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use", ["on", "auto"])
+def test_messages_by_single_copy(pool, mycoll_only, size, use):
+    world = pool.get(pool.spec(size, "shm", env=(("MYCOLL_SINGLE_COPY", use),)))
+    for numel in (*NUMELS, 2_000_003):
+        world.run(messages, numel)
+
+
+def measures_messages(ctx: Ctx, numel: int) -> None:
+    x = torch.full((numel,), float(ctx.rank))
+    for _ in range(14):
+        if ctx.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+    sizes = [size for kind, _, size, *_ in native()._single_copies() if kind == "send"]
+    ctx.equal(sizes, [MIB] if ctx.rank == 1 else [])
+
+
+def test_the_receiver_measures_messages(fresh, mycoll_only):
+    fresh(2, "shm", env=(("MYCOLL_SINGLE_COPY", "auto"),)).run(measures_messages, MIB // 4)
+
+
 @pytest.mark.worlds(2, 3)
 def test_all_dtypes(world, mycoll_only):
     for dtype in arith.REDUCIBLE[:: world.size - 1]:  # all with two ranks
@@ -393,6 +457,32 @@ def test_a_timeout_with_single_copy(stage, mycoll_only):
             assert seen.kind == "DistBackendError" and "timed out after" in seen.text, seen
 
 
+def sends_to_a_late_rank(ctx: Ctx) -> Seen:
+    """Rank 0's send times out; it uses its tensor at once. Rank 1 must not receive that."""
+    x = torch.zeros(1_000_000)
+    dist.barrier()
+    for _ in range(2):
+        if ctx.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+    if ctx.rank == 0:
+        seen = attempt(lambda: dist.send(x, 1))
+        x.fill_(5)
+    else:
+        time.sleep(1.0)
+        seen = attempt(lambda: dist.recv(x, 0))
+        ctx.equal(x.unique().tolist(), [0])
+    return seen
+
+
+def test_a_timeout_of_a_message_by_single_copy(stage, mycoll_only):
+    with stage.world(2, timeout=0.5, env=SINGLE_COPY) as world:
+        world.start(sends_to_a_late_rank)
+        for seen in answers(world).values():
+            assert seen.kind == "DistBackendError" and "timed out after" in seen.text, seen
+
+
 def trains(ctx: Ctx) -> list[float]:
     torch.manual_seed(0)
     with mycoll.shared_tensors():
@@ -456,11 +546,11 @@ def test_gradients_in_ddps_buckets(world, mycoll_only):
 
 def dies(ctx: Ctx, victim: int, what: str) -> Seen:
     x, got = mycoll.zeros(4_000_000), torch.zeros(4_000_000)
-    if what == "single copy":
+    if "single copy" in what:
         x = torch.zeros(4_000_000)
 
     def step() -> None:
-        if what == "messages":
+        if what.startswith("messages"):
             works = [
                 dist.irecv(got, (ctx.rank - 1) % ctx.size),
                 dist.isend(x, (ctx.rank + 1) % ctx.size),
@@ -488,9 +578,11 @@ def dies(ctx: Ctx, victim: int, what: str) -> Seen:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("what", ["collectives", "messages", "single copy"])
+@pytest.mark.parametrize(
+    "what", ["collectives", "messages", "single copy", "messages by single copy"]
+)
 def test_a_death_in_the_middle_is_named(stage, mycoll_only, what, victim):
-    with stage.world(3, env=SINGLE_COPY if what == "single copy" else ()) as world:
+    with stage.world(3, env=SINGLE_COPY if "single copy" in what else ()) as world:
         world.start(dies, victim, what)
         for seen in answers(world, (victim,)).values():
             assert seen.kind == "DistBackendError", seen

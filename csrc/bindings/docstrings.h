@@ -485,6 +485,7 @@ inline constexpr const char* kSingleCopies =
 Returns:
     For each kind of call, number of ranks and size (at least so many bytes, and less than twice
     that): the microseconds with staging, those with single copy, and whether single copy is used.
+    Messages ("send") are measured by the ranks that receive them.
 )";
 inline constexpr const char* kCopyStreaming =
     R"(Copies memory past the CPU's caches, as the engine does. For benchmarks.

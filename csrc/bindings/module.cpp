@@ -34,7 +34,6 @@
 #include "bindings/call_site.h"
 #include "bindings/docstrings.h"
 #include "collectives/plan/shape.h"
-#include "collectives/shm/single_copy.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
 #include "device/watchdog.h"
@@ -44,6 +43,7 @@
 #include "transport/local.h"
 #include "transport/mailbox.h"
 #include "transport/shm/shared_heap.h"
+#include "transport/shm/single_copy.h"
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;

@@ -102,7 +102,7 @@ struct FrameHeader {
   int32_t source = 0;          // ranks in the group
   int32_t destination = 0;
   uint64_t context = 0;  // the group, see Mailbox
-  uint64_t tag = 0;      // kClearToSend: the region that could not be read, or 0
+  uint64_t tag = 0;      // kClearToSend: the region that was not read (SharedPlace), or 0
   Signature signature;
   uint64_t messageBytes = 0;
   uint64_t payloadBytes = 0;  // that follow this header

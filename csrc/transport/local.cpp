@@ -17,6 +17,7 @@ Status MeshOptions::fromEnv(MeshOptions* result) {
   result->eagerBytes = env.eagerBytes;
   MYCOLL_RETURN_IF_ERROR(Tls::fromEnv(&result->tls));
   result->distance = env.distance;
+  result->singleCopy = env.singleCopy;
   result->flows = env.flows;
   result->networkSeconds = env.networkSeconds;
   return Status();

@@ -42,6 +42,7 @@ struct MeshOptions {
   size_t eagerInCollectives = 1024 * 1024;
   std::shared_ptr<const Tls> tls;  // null: sockets between hosts are not encrypted
   DistanceChoice distance = DistanceChoice::kMeasured;
+  SingleCopyUse singleCopy = SingleCopyUse::kOff;  // for messages between two ranks
   int flows = 0;  // sockets for a peer on another host; 0: as many as its distance asks for
   int networkSeconds = 10;  // a peer over TCP that is silent for this long is dead
   // For tests:

@@ -108,6 +108,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.begun_ = 0;
   request.id_ = 0;
   request.isShared_ = false;
+  request.isTimed_ = false;
   request.isUnsent_ = false;
   request.descriptor_.reset();
   request.mailbox_ = this;
@@ -123,6 +124,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
 void Mailbox::finish(Transfer& request, Status status) {
   assert(request.isPosted_ && !request.isDone());
   assert(!isWaiting(request));
+  if (request.isTimed_) mesh_->sharedReads().onTimed(request, status.ok());
   if (request.previous_) {
     request.previous_->next_ = request.next_;
   } else {
@@ -192,7 +194,7 @@ void Mailbox::dispatch(Transfer& request) {
     putInFlight(request);
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
-    if (connection) SharedReads::offer(request, *connection, &item);
+    if (connection) mesh_->sharedReads().offer(request, *connection, &item);
   }
   if (!connection) return sendToSelf(request, item.header);
   if (!flow.hasGroup) flow.early += early;
@@ -410,7 +412,7 @@ void Mailbox::onHold(const FrameHeader& came) {
   }
 }
 
-void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
+void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, SharedPlace place) {
   request.peer_ = came.source;
   if (came.source == group_.rank) {
     Transfer& sender = *inFlight_.at(came.senderRequest);
@@ -422,7 +424,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
   }
   putInFlight(request);
   Connection& connection = mesh_->linkTo(group_.peers[came.source]);
-  if (place.region != 0 && mesh_->sharedReads().begin(request, came, place, connection)) return;
+  if (place.region != 0 && mesh_->sharedReads().begin(request, came, &place, connection)) return;
   OutItem item;
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
@@ -570,6 +572,7 @@ FrameTarget Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
     failBy(describeRank(came.source) + " sent more than was agreed");
     return {};
   }
+  if (request.isTimed_ && request.begun_ == 0) mesh_->sharedReads().onData();
   request.begun_ += came.payloadBytes;
   FrameTarget target;
   target.request = &request;
@@ -607,7 +610,7 @@ void Mailbox::onAnswer(const FrameHeader& came) {
   if (isTaken) return finish(request, Status());
   Connection& connection = mesh_->linkTo(group_.peers[came.source]);
   if (request.isShared_ && came.tag != 0) {
-    connection.regions().takeBack(SharedHeap::process().find(request.data_).region);
+    connection.regions().takeBack(SharedReads::regionOf(request.data_));
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);

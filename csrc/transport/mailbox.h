@@ -219,7 +219,7 @@ class Mailbox {
   FrameTarget targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);
   FrameTarget targetIn(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
   void putInFlight(Transfer& request) REQUIRES(ioRole);
-  void clearToSend(Transfer& request, const FrameHeader& header, const SharedPlace& place)
+  void clearToSend(Transfer& request, const FrameHeader& header, SharedPlace place)
       REQUIRES(ioRole);
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload,
                       uint64_t subject = 0) const;

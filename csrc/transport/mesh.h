@@ -127,7 +127,7 @@ class Mesh {
   // every Connection is polled all the time, and there may be a thousand peers that need none. Only
   // frames of the latest groups are kept; Connection answers for the other groups.
   std::unordered_map<std::string, std::list<std::vector<OutItem>>> unconnected_ GUARDED_BY(ioRole);
-  SharedReads sharedReads_ GUARDED_BY(ioRole);
+  SharedReads sharedReads_ GUARDED_BY(ioRole){local_, watch_};
   // Requests that have ended and are to be delivered: a list by Transfer::next_, and its end.
   Transfer* delivered_ GUARDED_BY(ioRole) = nullptr;
   Transfer** lastDelivered_ GUARDED_BY(ioRole) = &delivered_;

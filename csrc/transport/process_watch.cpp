@@ -37,6 +37,13 @@ void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAdd
 #endif
 }
 
+bool ProcessWatch::isRunning(const std::string& uid) const {
+  const auto found = processes_.find(uid);
+  if (found == processes_.end() || !found->second.fd.isOpen()) return false;
+  pollfd state{found->second.fd.get(), POLLIN, 0};
+  return poll(&state, 1, 0) == 0;
+}
+
 bool ProcessWatch::isEnding(const std::string& uid) const {
   const auto found = processes_.find(uid);
   return found != processes_.end() &&

@@ -26,6 +26,8 @@ class ProcessWatch {
   void add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) REQUIRES(ioRole);
   void remove(const std::string& uid) REQUIRES(ioRole) { processes_.erase(uid); }
 
+  // Whether it is visible and has not ended: so its pid has been its own until now.
+  bool isRunning(const std::string& uid) const REQUIRES(ioRole);
   // Whether its process is visible: not on another host or in another pid namespace.
   bool isVisible(const std::string& uid) const REQUIRES(ioRole) {
     return processes_.count(uid) > 0;

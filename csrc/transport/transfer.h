@@ -85,6 +85,7 @@ class Transfer : public Condition {
   Fd descriptor_;                            // receives
   // Sends: the receiver may read it in place, until it is ready. Receives: it is read in place.
   bool isShared_ GUARDED_BY(ioRole) = false;
+  bool isTimed_ GUARDED_BY(ioRole) = false;   // see CopyTrials
   bool isUnsent_ GUARDED_BY(ioRole) = false;  // NotSent, or PeerLost, was raised for it
   std::atomic<bool> done_{false};
 };

@@ -73,6 +73,7 @@ std::string nonsense(std::mt19937& random) {
       SharedPlace place{1 + random() % 2, SharedHeap::headBytes(), kRegionBytes, 0};
       if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
       if (random() % 3 == 0) place.regionBytes = sizes[random() % std::size(sizes)];
+      if (random() % 3 == 0) place.region = SharedPlace::kProcess + random() % 65;
       payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
       header.hasDescriptor = random() % 4 > 0;
       header.payloadBytes = sizeof(place);
@@ -138,6 +139,7 @@ struct Pair {
       options.transport = transport;
       options.storeHost = "127.0.0.1";
       options.flows = flows;
+      options.singleCopy = SingleCopyUse::kOn;
       if (rank == 1) options.tap = std::move(tap);
       ASSERT_OK(Mesh::create(options, &meshes[rank]));
     }

@@ -112,10 +112,13 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
     Links links;
     size_t leastBytes;
     int most;
+    SingleCopyUse singleCopy = SingleCopyUse::kOff;
   };
-  for (const auto& [links, bytes, most] :
+  for (const auto& [links, bytes, most, singleCopy] :
        std::initializer_list<Round>{{Links::kTcp, 1, 25},
                                     {Links::kShm, kNoSuchList, 1000},
+                                    {Links::kShm, kNoSuchList, 1000, SingleCopyUse::kOn},
+                                    {Links::kShm, kNoSuchList, 1000, SingleCopyUse::kMeasured},
                                     {Links::kTcp, kNoSuchList, 1000}}) {
     int failed = 0, number = 0;
     bool isOver = false;
@@ -124,8 +127,13 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
       ++number;
       std::atomic<bool> areWell{true};
       std::atomic<int> ready{0};
-      runWorld(
-          2, links,
+      runMeshes(
+          2,
+          [&](int rank) {
+            MeshOptions mesh = meshWith(links, rank);
+            mesh.singleCopy = singleCopy;
+            return mesh;
+          },
           [&](Communicator& group) {
             ready.fetch_add(1);
             while (ready.load() < 2) std::this_thread::yield();

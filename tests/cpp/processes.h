@@ -67,12 +67,12 @@ class FolderStore final : public mycoll::Store {
 };
 
 // As runWorld(), inside a host.
-inline void runProcesses(int ranks, const RankBody& body) {
+inline void runProcesses(int ranks, const RankBody& body, const mycoll::MeshOptions& mesh = {}) {
   const ScopedFolder folder;
   const auto store = std::make_shared<FolderStore>(folder.path());
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
-    children.push_back(startProcess([&] { runRank(rank, ranks, {}, store, body); }));
+    children.push_back(startProcess([&] { runRank(rank, ranks, mesh, store, body); }));
   }
   for (const pid_t child : children) endProcess(child);
 }

@@ -1,6 +1,7 @@
 // Shared tensors: the heap that they lie in, and collectives that read them where they lie.
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
@@ -26,6 +28,7 @@
 #include "collectives/shm/collectives.h"
 #include "processes.h"
 #include "test.h"
+#include "transport/shared_reads.h"
 #include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
 #include "world.h"
@@ -166,6 +169,13 @@ extern "C" ssize_t recvmsg(int socket, msghdr* message, int flags) {
 std::atomic<bool> refusesReads{false}, refusesOwn{false};
 // The process ends when it begins to read another one.
 std::atomic<bool> endsAtRead{false};
+// The process that is read ends after the first of its data was read.
+std::atomic<bool> endsOwner{false};
+// The process that is read is not the peer: its pid was used again.
+std::atomic<bool> readsStranger{false};
+// Only the head of that process can be read, not its data.
+std::atomic<bool> losesData{false};
+std::atomic<int> readsOfOthers{0}, readsOfOwn{0};
 
 // This process begins to read others when that one has ended.
 const PeerAddress* readsAfterEndOf = nullptr;
@@ -176,13 +186,23 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long
   static const auto next =
       reinterpret_cast<decltype(&process_vm_readv)>(dlsym(RTLD_NEXT, "process_vm_readv"));
   if (pid == getpid() ? refusesOwn : refusesReads) return errno = EPERM, -1;
-  if (pid != getpid() && endsAtRead) _exit(0);
-  const PeerAddress* const ends = pid != getpid() ? readsAfterEndOf : nullptr;
+  const auto read = [&] { return next(pid, local, locals, remote, remotes, flags); };
+  if (pid == getpid()) return ++readsOfOwn, read();
+  ++readsOfOthers;
+  if (endsAtRead) _exit(0);
+  const PeerAddress* const ends = readsAfterEndOf;
   const Deadline deadline = Deadline::after(std::chrono::seconds(20));
   while (ends && isLiving(lookAtProcess(ends->pid, ends->startTicks)) && !deadline.expired()) {
     usleep(1000);
   }
-  return next(pid, local, locals, remote, remotes, flags);
+  const bool isHead = remote->iov_len == sizeof(ProcessHead);
+  if (losesData && !isHead) return errno = EFAULT, -1;
+  const ssize_t count = read();
+  if (readsStranger && isHead) static_cast<char*>(local->iov_base)[0] ^= 1;
+  if (endsOwner && !isHead && kill(pid, SIGUSR1) == 0) {
+    while (read() > 0) sched_yield();
+  }
+  return count;
 }
 
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
@@ -765,4 +785,163 @@ TEST(SingleCopy, aDeathWhileReadingIsReported) {
     EXPECT(status.message().find("rank 1 (") != std::string::npos);
     EXPECT(status.message().find("cannot be read") == std::string::npos);
   });
+}
+
+// ---- messages by single copy
+
+namespace {
+
+MeshOptions optionsWith(SingleCopyUse use) {
+  MeshOptions mesh;
+  mesh.singleCopy = use;
+  return mesh;
+}
+
+// Rank 0 sends rank 1 so many elements. number: which they are.
+Status passOn(Communicator& group, size_t count, uint64_t number = 0) {
+  Elements data(false, count);
+  const bool isSender = group.rank() == 0;
+  if (isSender) data.fill(static_cast<int>(number), 0);
+  const Message message{data.span(), 1 - group.rank(), number, DType::kInt32};
+  const OpPtr op =
+      isSender ? group.send(message, nullptr, true) : group.recv(message, nullptr, true);
+  Status status = group.wait(op, Deadline::never());
+  if (status.ok())
+    data.expect([&](size_t i) { return element(static_cast<int>(number), i); }, "message");
+  return status;
+}
+
+// The first message connects the ranks: until then nothing is offered.
+void meet(Communicator& group) { ASSERT_OK(passOn(group, 100)); }
+
+constexpr size_t kLarge[] = {30'000, 1'000'000};  // elements: of one piece, of several
+
+}  // namespace
+
+// Only if it is used, and never in a process that refuses it, other processes are read.
+TEST(SingleCopy, messagesAreReadFromTheSender) {
+  for (const auto use : {SingleCopyUse::kOff, SingleCopyUse::kOn}) {
+    runProcesses(
+        2,
+        [&](Communicator& group) {
+          meet(group);
+          uint64_t number = 1;
+          for (const size_t count : {100, 16'385, 30'000, 1'000'000, 3'000'000}) {
+            readsOfOthers = 0;
+            ASSERT_OK(passOn(group, count, number++));
+            const bool isRead = use == SingleCopyUse::kOn && count > 100 && group.rank() == 1;
+            EXPECT_EQ(readsOfOthers > 0, isRead);
+          }
+        },
+        optionsWith(use));
+  }
+}
+
+// Each size is measured with real messages, once for the process.
+TEST(SingleCopy, messagesAreMeasured) {
+  runProcesses(
+      2,
+      [](Communicator& group) {
+        meet(group);
+        for (const size_t count : kLarge) {
+          const auto size = SingleCopy::caseOf(OpKind::kSend, 2, count * 4);
+          const auto measured = [&] { return SingleCopy::process().measured(); };
+          uint64_t number = 0;
+          for (int round = 0; round <= SingleCopy::kRounds; ++round) {
+            for (const bool isDirect : {false, true}) {
+              EXPECT(!measured().contains(size));
+              readsOfOthers = 0;
+              ASSERT_OK(passOn(group, count, ++number));
+              EXPECT_EQ(readsOfOthers > 0, isDirect && group.rank() == 1);
+            }
+          }
+          EXPECT_EQ(measured().contains(size), group.rank() == 1);
+          const SingleCopy::Measured result = measured()[size];
+          EXPECT_EQ(result.stagedMicros > 0 && result.directMicros > 0, group.rank() == 1);
+          for (int i = 0; i < 10; ++i) {
+            readsOfOthers = 0;
+            ASSERT_OK(passOn(group, count, ++number));
+            EXPECT_EQ(readsOfOthers > 0, result.choice == Choice::kDirect);
+          }
+        }
+      },
+      optionsWith(SingleCopyUse::kMeasured));
+}
+
+// A sender does not offer what its receiver has found to be slower, but now and then.
+TEST(SingleCopy, messagesThatAreStagedAreNotOffered) {
+  runProcesses(
+      2,
+      [](Communicator& group) {
+        meet(group);
+        constexpr size_t kCount = 30'000;
+        SingleCopy::process().keep(SingleCopy::caseOf(OpKind::kSend, 2, kCount * 4),
+                                   {1, 1, Choice::kStaged});
+        readsOfOwn = 0;
+        for (uint64_t number = 1; number <= 20; ++number) {
+          ASSERT_OK(passOn(group, kCount, number));
+        }
+        EXPECT_EQ(readsOfOwn > 0, group.rank() == 0);
+        EXPECT(readsOfOwn < 20);
+        EXPECT_EQ(readsOfOthers.load(), 0);
+      },
+      optionsWith(SingleCopyUse::kMeasured));
+}
+
+// A receiver that may not read the sender asks for the data, and is not offered more for a while;
+// so is one that finds another process there.
+TEST(SingleCopy, messagesOfAProcessThatRefusesAreStaged) {
+  for (const auto use : {SingleCopyUse::kOn, SingleCopyUse::kMeasured}) {
+    for (std::atomic<bool>* obstacle : {&refusesReads, &readsStranger, &losesData}) {
+      runProcesses(
+          2,
+          [&](Communicator& group) {
+            meet(group);
+            *obstacle = true;
+            for (uint64_t number = 1; number < 40; ++number) {
+              ASSERT_OK(passOn(group, kLarge[number % 2], number));
+            }
+            if (obstacle != &refusesReads) EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
+            EXPECT(SingleCopy::process().measured().empty());
+          },
+          optionsWith(use));
+    }
+  }
+}
+
+// The kernel reads no memory of a device: its owner does not offer it.
+TEST(SingleCopy, messagesInMemoryThatCannotBeReadAreStaged) {
+  runProcesses(
+      2,
+      [](Communicator& group) {
+        meet(group);
+        refusesOwn = group.rank() == 0;
+        ASSERT_OK(passOn(group, kLarge[1], 1));
+        EXPECT_EQ(readsOfOthers.load(), 0);
+        refusesOwn = false;
+        ASSERT_OK(passOn(group, kLarge[1], 2));
+        EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
+      },
+      optionsWith(SingleCopyUse::kOn));
+}
+
+// Whichever of the two ends meanwhile, the other one reports that, and uses no data.
+TEST(SingleCopy, aDeathWhileAMessageIsReadIsReported) {
+  for (const size_t count : kLarge) {
+    for (const int victim : {0, 1}) {
+      runProcesses(
+          2,
+          [&](Communicator& group) {
+            meet(group);
+            if (victim == 0 && group.rank() == 0) signal(SIGUSR1, [](int) { _exit(0); });
+            ASSERT_OK(passOn(group, count, 1));
+            if (group.rank() == 1) (victim == 0 ? endsOwner : endsAtRead) = true;
+            const Status status = passOn(group, count, 2);
+            EXPECT(status.code() == Code::kPeerLost);
+            EXPECT(status.message().find("rank " + std::to_string(victim) + " (") !=
+                   std::string::npos);
+          },
+          optionsWith(SingleCopyUse::kOn));
+    }
+  }
 }

@@ -657,6 +657,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
     mesh.host = " host " + std::to_string(script.hostOf[rank]);
     mesh.storeHost = "127.0.0.1";
     mesh.eagerBytes = 16 * 1024;
+    mesh.singleCopy = Env::process().singleCopy;  // see forSeeds()
     if (seed % 3 && !script.hasLarge) mesh.eagerInCollectives = 16 * 1024;
     mesh.tls = tls;
     if (seed % 4 < 2) mesh.flows = 3;

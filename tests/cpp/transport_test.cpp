@@ -25,6 +25,7 @@
 #include "transport/mesh.h"
 #include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
+#include "transport/shm/single_copy.h"
 
 using namespace mycoll;
 
@@ -33,9 +34,11 @@ namespace {
 // Two ranks.
 struct Pair {
   explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's'),
-                int count = 2, std::shared_ptr<LinkTap> tap = nullptr) {
+                int count = 2, std::shared_ptr<LinkTap> tap = nullptr,
+                SingleCopyUse singleCopy = SingleCopyUse::kOff) {
     MeshOptions options;
     options.tap = std::move(tap);
+    options.singleCopy = singleCopy;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
     ASSERT_OK(Mesh::create(options, &meshes[0]));
@@ -197,7 +200,7 @@ TEST(Transport, cancelsWhatIsUnderWay) {
   });
 }
 
-// ---- messages that lie in shared tensors --------------------------------------------------------
+// ---- messages that are read in place ------------------------------------------------------------
 
 // Counts what leaves.
 class Scales final : public LinkTap {
@@ -225,24 +228,31 @@ class Scales final : public LinkTap {
   };
 };
 
-class SharedBlock {
+// Memory of a sender: of a shared tensor, or any other.
+class Block {
  public:
-  explicit SharedBlock(size_t bytes) : bytes_(bytes), data_(SharedHeap::process().allocate(bytes)) {
+  explicit Block(size_t bytes, bool isShared = true) : bytes_(bytes) {
+    if (!isShared) own_.resize(bytes);
+    data_ = isShared ? SharedHeap::process().allocate(bytes) : own_.data();
     ASSERT(data_ != nullptr);
   }
-  ~SharedBlock() { SharedHeap::process().free(data_); }
+  ~Block() {
+    if (own_.empty()) SharedHeap::process().free(data_);
+  }
   Span span() const { return {data_, bytes_}; }
   void fill(const std::vector<char>& from) { std::memcpy(data_, from.data(), bytes_); }
 
  private:
   const size_t bytes_;
-  void* const data_;
+  std::vector<char> own_;
+  void* data_;
 };
 
 // Two ranks that are connected, and have sent each other nothing that is shared.
 struct ConnectedPair : Pair {
-  explicit ConnectedPair(TransportChoice transport, std::shared_ptr<LinkTap> tap = nullptr)
-      : Pair(transport, std::string(32, 's'), 2, std::move(tap)) {
+  explicit ConnectedPair(TransportChoice transport, std::shared_ptr<LinkTap> tap = nullptr,
+                         SingleCopyUse singleCopy = SingleCopyUse::kOn)
+      : Pair(transport, std::string(32, 's'), 2, std::move(tap), singleCopy) {
     int value = 9, got = 0;
     Transfer sending, receiving;
     mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
@@ -251,100 +261,192 @@ struct ConnectedPair : Pair {
   }
 };
 
-TEST(Transport, readsSharedMessagesWhereTheyLie) {
-  forBothLinks([](TransportChoice transport) {
+void forBothKinds(const std::function<void(bool isShared)>& body) {
+  body(true);
+  body(false);
+}
+
+TEST(Transport, readsMessagesInPlace) {
+  const auto check = [](const std::vector<char>& out, TransportChoice transport, SingleCopyUse use,
+                        bool isShared, bool isEarly) {
     const auto scales = std::make_shared<Scales>();
-    ConnectedPair pair(transport, scales);
-    for (const size_t bytes : {size_t{100'000}, size_t{1'000'003}, size_t{9'000'000}}) {
-      for (const bool isEarly : {false, true}) {
-        const std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes));
-        std::vector<char> in(bytes);
-        SharedBlock block(bytes);
-        block.fill(out);
-        Transfer sending, receiving;
-        scales->bytes = 0;
-        const auto receive = [&] {
-          pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
-        };
-        if (!isEarly) receive();
-        pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), block.span());
-        pair.pump([] { return true; });
-        if (isEarly) receive();
-        ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
-        EXPECT_OK(receiving.status());
-        EXPECT_OK(sending.status());
-        EXPECT(in == out);
-        EXPECT_EQ(scales->bytes < 1000, transport != TransportChoice::kTcp);
-      }
+    ConnectedPair pair(transport, scales, use);
+    const size_t bytes = out.size();
+    std::vector<char> in(bytes);
+    Block block(bytes, isShared);
+    block.fill(out);
+    Transfer sending, receiving;
+    scales->bytes = 0;
+    const auto receive = [&] {
+      pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
+    };
+    if (!isEarly) receive();
+    pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), block.span());
+    if (isEarly) {
+      int turns = 0;
+      pair.pump([&] { return ++turns > 10; });
+      receive();
     }
+    ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+    EXPECT_OK(receiving.status());
+    EXPECT_OK(sending.status());
+    EXPECT(in == out);
+    const bool isInPlace = isShared || use == SingleCopyUse::kOn;
+    EXPECT_EQ(scales->bytes < 1000, isInPlace && transport != TransportChoice::kTcp);
+  };
+  for (const size_t bytes : {size_t{65'537}, size_t{1'000'003}, size_t{9'000'000}}) {
+    const std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes));
+    forBothLinks([&](TransportChoice transport) {
+      for (const bool isEarly : {false, true}) {
+        check(out, transport, SingleCopyUse::kOff, true, isEarly);
+        check(out, transport, SingleCopyUse::kOff, false, isEarly);
+        check(out, transport, SingleCopyUse::kOn, false, isEarly);
+      }
+    });
+  }
+}
+
+// Messages of collectives are staged, and so are small ones.
+TEST(Transport, onlyLargeMessagesBetweenTwoRanksAreReadFromAProcess) {
+  const auto scales = std::make_shared<Scales>();
+  ConnectedPair pair(TransportChoice::kAuto, scales);
+  const auto sentBytes = [&](MessageClass kind, size_t bytes) {
+    std::vector<char> out = pattern(bytes, 3), in(bytes);
+    Transfer sending, receiving;
+    scales->bytes = 0;
+    pair.mailboxes[1]->receive(receiving, 0, kind, 7, message(bytes), span(in));
+    pair.mailboxes[0]->send(sending, 1, kind, 7, message(bytes), span(out));
+    ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+    EXPECT(in == out);
+    return scales->bytes;
+  };
+  EXPECT(sentBytes(kMessages, 3'000'000) < 1000);
+  EXPECT(sentBytes(MessageClass::kCollective, 3'000'000) > 3'000'000);
+  EXPECT(sentBytes(kMessages, SingleCopy::kLeastBytes) > SingleCopy::kLeastBytes);
+}
+
+// Each size is tried both ways, and its messages then take one way. Messages that are received at
+// the same time, of other sizes, too, take the same way.
+TEST(Transport, theWayOfMessagesIsMeasured) {
+  const auto scales = std::make_shared<Scales>();
+  constexpr size_t kBytes = 300'000;
+  const SingleCopy::Case size = SingleCopy::caseOf(OpKind::kSend, 2, kBytes);
+  const auto directOf = [&](ConnectedPair& pair, int messages) {
+    std::vector<std::vector<char>> in(messages, std::vector<char>(kBytes));
+    std::vector<std::vector<char>> out(messages);
+    std::vector<Transfer> sending(messages), receiving(messages);
+    scales->bytes = 0;
+    for (int i = 0; i < messages; ++i) {
+      out[i] = pattern(kBytes, i);
+      pair.mailboxes[1]->receive(receiving[i], 0, kMessages, i, message(kBytes), span(in[i]));
+      pair.mailboxes[0]->send(sending[i], 1, kMessages, i, message(kBytes), span(out[i]));
+    }
+    for (int i = 0; i < messages; ++i) {
+      ASSERT(pair.pump([&] { return receiving[i].isDone() && sending[i].isDone(); }));
+      EXPECT(in[i] == out[i]);
+    }
+    const size_t staged = scales->bytes / kBytes;
+    EXPECT(staged == 0 || staged == static_cast<size_t>(messages));
+    return staged == 0;
+  };
+  ConnectedPair pair(TransportChoice::kAuto, scales, SingleCopyUse::kMeasured);
+  for (int round = 0; round < 2 * (SingleCopy::kRounds + 1); ++round) {
+    EXPECT(!SingleCopy::process().measured().contains(size));
+    EXPECT_EQ(directOf(pair, 1 + round % 3), round % 2 == 1);
+  }
+  const SingleCopy::Measured result = SingleCopy::process().measured().at(size);
+  EXPECT(result.stagedMicros > 0 && result.directMicros > 0);
+  const auto stagedMicros = [&] { return SingleCopy::process().measured().at(size).stagedMicros; };
+  // The process keeps the result, and measures again whether single copy is still the faster way.
+  SingleCopy::process().keep(size, {0, 0, SingleCopy::Choice::kDirect});
+  ConnectedPair second(TransportChoice::kAuto, scales, SingleCopyUse::kMeasured);
+  for (uint64_t i = 1; i < SingleCopy::Chosen::kFirstAgain; ++i) EXPECT(directOf(second, 1));
+  for (int round = 0; round < 2 * (SingleCopy::kRounds + 1); ++round) {
+    EXPECT_EQ(stagedMicros(), 0.0);
+    EXPECT_EQ(directOf(second, 1), round % 2 == 1);
+  }
+  EXPECT(stagedMicros() > 0);
+  SingleCopy::process().keep(size, {0, 0, SingleCopy::Choice::kStaged});
+  ConnectedPair third(TransportChoice::kAuto, scales, SingleCopyUse::kMeasured);
+  for (int i = 0; i < 50; ++i) EXPECT(!directOf(third, 1));
+}
+
+TEST(Transport, aMessageThatIsTakenBackIsNotBelieved) {
+  forBothKinds([](bool isShared) {
+    ConnectedPair pair(TransportChoice::kAuto);
+    constexpr size_t kBytes = 4 * 1024 * 1024;
+    Block block(kBytes, isShared);
+    std::memset(block.span().data, 1, kBytes);
+    std::vector<char> in(kBytes);
+    Transfer receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
+    {
+      Transfer sending;
+      pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+      ASSERT(pair.pump([&] { return in.front() == 1; }));
+      EXPECT(in.back() == 0);  // it is being read
+    }
+    std::memset(block.span().data, 2, kBytes);
+    EXPECT(!pair.pump([&] { return receiving.isDone(); }, 200));
+    // The link is still in step, and other messages of the region are believed.
+    std::vector<char> other(kBytes);
+    Transfer sending, second;
+    pair.mailboxes[1]->receive(second, 0, kMessages, 8, message(kBytes), span(other));
+    pair.mailboxes[0]->send(sending, 1, kMessages, 8, message(kBytes), block.span());
+    ASSERT(pair.pump([&] { return second.isDone() && sending.isDone(); }));
+    EXPECT(other == std::vector<char>(kBytes, 2));
+    EXPECT(!receiving.isDone());
   });
 }
 
-TEST(Transport, aSharedMessageThatIsTakenBackIsNotBelieved) {
-  ConnectedPair pair(TransportChoice::kAuto);
-  constexpr size_t kBytes = 4 * 1024 * 1024;
-  SharedBlock block(kBytes);
-  std::memset(block.span().data, 1, kBytes);
-  std::vector<char> in(kBytes);
-  Transfer receiving;
-  pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
-  {
-    Transfer sending;
+// Another message of its region or process was taken back, and nobody can tell which.
+TEST(Transport, aMessageInDoubtIsCopied) {
+  forBothKinds([](bool isShared) {
+    const auto scales = std::make_shared<Scales>();
+    ConnectedPair pair(TransportChoice::kAuto, scales);
+    constexpr size_t kBytes = 4 * 1024 * 1024;
+    const std::vector<char> out = pattern(kBytes, 5);
+    Block block(kBytes, isShared);
+    block.fill(out);
+    std::vector<char> in(kBytes);
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
     pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
-    ASSERT(pair.pump([&] { return in.front() == 1; }));
-    EXPECT(in.back() == 0);  // it is being read
-  }
-  std::memset(block.span().data, 2, kBytes);
-  EXPECT(!pair.pump([&] { return receiving.isDone(); }, 200));
-  // The link is still in step, and other messages of the region are believed.
-  std::vector<char> other(kBytes);
-  Transfer sending, second;
-  pair.mailboxes[1]->receive(second, 0, kMessages, 8, message(kBytes), span(other));
-  pair.mailboxes[0]->send(sending, 1, kMessages, 8, message(kBytes), block.span());
-  ASSERT(pair.pump([&] { return second.isDone() && sending.isDone(); }));
-  EXPECT(other == std::vector<char>(kBytes, 2));
-  EXPECT(!receiving.isDone());
-}
-
-// Another message of its region was taken back, and nobody can tell which.
-TEST(Transport, aSharedMessageInDoubtIsCopied) {
-  const auto scales = std::make_shared<Scales>();
-  ConnectedPair pair(TransportChoice::kAuto, scales);
-  constexpr size_t kBytes = 4 * 1024 * 1024;
-  const std::vector<char> out = pattern(kBytes, 5);
-  SharedBlock block(kBytes);
-  block.fill(out);
-  std::vector<char> in(kBytes);
-  Transfer sending, receiving;
-  pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
-  pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
-  SharedHeap::process().revoke(SharedHeap::process().find(block.span()));
-  ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
-  EXPECT_OK(receiving.status());
-  EXPECT(in == out);
-  EXPECT(scales->bytes > kBytes);
+    ASSERT(pair.pump([&] { return in.front() == out.front() && in[1] == out[1]; }));
+    EXPECT(in != out);
+    {
+      Transfer other;
+      pair.mailboxes[0]->send(other, 1, kMessages, 8, message(kBytes), block.span());
+    }
+    ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+    EXPECT_OK(receiving.status());
+    EXPECT(in == out);
+    EXPECT(scales->bytes > kBytes);
+  });
 }
 
 // Both ends go while it is read.
-TEST(Transport, aSharedMessageIsNotReadForNobody) {
-  ConnectedPair pair(TransportChoice::kAuto);
-  constexpr size_t kBytes = 4 * 1024 * 1024;
-  SharedBlock block(kBytes);
-  std::memset(block.span().data, 1, kBytes);
-  auto in = std::make_unique<std::vector<char>>(kBytes);
-  auto receiving = std::make_unique<Transfer>();
-  Transfer sending;
-  pair.mailboxes[1]->receive(*receiving, 0, kMessages, 7, message(kBytes), span(*in));
-  pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
-  ASSERT(pair.pump([&] { return in->front() == 1; }));
-  receiving.reset();
-  in.reset();
-  EXPECT(!pair.pump([&] { return sending.isDone(); }, 100));
-  pair.mailboxes[1]->detach();
-  pair.meshes[1].reset();
-  pair.mailboxes[1].reset();
-  ASSERT(pair.pump([&] { return sending.isDone(); }));
-  EXPECT(!sending.status().ok());
+TEST(Transport, aMessageIsNotReadForNobody) {
+  forBothKinds([](bool isShared) {
+    ConnectedPair pair(TransportChoice::kAuto);
+    constexpr size_t kBytes = 4 * 1024 * 1024;
+    Block block(kBytes, isShared);
+    std::memset(block.span().data, 1, kBytes);
+    auto in = std::make_unique<std::vector<char>>(kBytes);
+    auto receiving = std::make_unique<Transfer>();
+    Transfer sending;
+    pair.mailboxes[1]->receive(*receiving, 0, kMessages, 7, message(kBytes), span(*in));
+    pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+    ASSERT(pair.pump([&] { return in->front() == 1; }));
+    receiving.reset();
+    in.reset();
+    EXPECT(!pair.pump([&] { return sending.isDone(); }, 100));
+    pair.mailboxes[1]->detach();
+    pair.meshes[1].reset();
+    pair.mailboxes[1].reset();
+    ASSERT(pair.pump([&] { return sending.isDone(); }));
+    EXPECT(!sending.status().ok());
+  });
 }
 
 // Shared memory that is attached to messages, in any order of posting; one message is cancelled,
@@ -423,7 +525,7 @@ TEST(Transport, aRegionThatCouldNotBeReadIsGivenAgain) {
   constexpr size_t kBytes = 1'000'000;
   const auto scales = std::make_shared<Scales>();
   ConnectedPair pair(TransportChoice::kAuto, scales);
-  SharedBlock block(kBytes);
+  Block block(kBytes);
   const std::vector<char> out = pattern(kBytes, 3);
   block.fill(out);
   const auto sent = [&] {

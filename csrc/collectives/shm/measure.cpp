@@ -29,7 +29,7 @@ struct Before {
   bool hasScratch = false;
 };
 
-constexpr int kRounds = 6;
+constexpr int kRounds = SingleCopy::kRounds;
 
 // ... and this after it: the microseconds of each round. They fit into its arrival.
 struct Times {
@@ -132,7 +132,7 @@ Task shmMeasure(ShmGroup group, const Call& call) {
       slowest.direct[round] = std::max(slowest.direct[round], theirs.direct[round]);
     }
   }
-  const SingleCopy::Measured result = SingleCopy::judge(slowest.staged, slowest.direct, kRounds);
+  const SingleCopy::Measured result = SingleCopy::judge(slowest.staged, slowest.direct);
   MYCOLL_LOG_DEBUG("%s: staged %.1f us, single copy %.1f us", group.signature.describe().c_str(),
                    result.stagedMicros, result.directMicros);
   if (asked) {

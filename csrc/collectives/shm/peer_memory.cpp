@@ -100,7 +100,7 @@ bool PeerMemory::offerProcess(const Arena& arena, OpKind kind, const Spans& piec
     const auto chosen = chosen_.find(which);
     if (chosen != chosen_.end()) {
       choice = chosen->second.way;
-      isAgain = choice == Choice::kDirect && ++chosen->second.calls >= chosen->second.nextAgain;
+      isAgain = chosen->second.isDueAgain();
     }
   }
   if (choice == Choice::kStaged) return false;
@@ -300,12 +300,6 @@ bool PeerMemory::areAlive(Counts counts) const {
 
 bool PeerMemory::areOwnersAlive(const Arena& arena) const {
   return areAlive([&arena](int rank) { return arena.isOffer(rank); });
-}
-
-void PeerMemory::choose(const SingleCopy::Case& of, SingleCopy::Choice way) {
-  Chosen& chosen = chosen_[of];
-  if (chosen.calls >= chosen.nextAgain) chosen.nextAgain = chosen.calls * Chosen::kAgain;
-  chosen.way = way;
 }
 
 // ---- reading

@@ -43,8 +43,8 @@
 #include "base/task.h"
 #include "base/types.h"
 #include "collectives/shm/arena.h"
-#include "collectives/shm/single_copy.h"
 #include "transport/shm/segment.h"
+#include "transport/shm/single_copy.h"
 
 namespace mycoll {
 
@@ -122,7 +122,7 @@ class PeerMemory {
   };
   // The kind and size that this rank's latest offer asked to measure, if it did.
   std::optional<Question> takeQuestion() { return std::exchange(question_, {}); }
-  void choose(const SingleCopy::Case& of, SingleCopy::Choice way);
+  void choose(const SingleCopy::Case& of, SingleCopy::Choice way) { chosen_[of].choose(way); }
 
  private:
   struct Known {
@@ -136,13 +136,6 @@ class PeerMemory {
   struct Process {
     pid_t pid = 0;
     std::shared_ptr<const Fd> fd;  // a pidfd: as long as the process is alive, the pid is its
-  };
-  // Other programs may have disturbed the measurement: single copy is measured again after so many
-  // calls, and then after kAgain times as many.
-  struct Chosen {
-    static constexpr uint64_t kFirstAgain = 32, kAgain = 32;
-    SingleCopy::Choice way = SingleCopy::Choice::kUnknown;
-    uint64_t calls = 0, nextAgain = kFirstAgain;
   };
   // Whether each rank can read all others' memory; the same on all ranks.
   enum class Access { kUnknown, kGranted, kRefused };
@@ -167,7 +160,7 @@ class PeerMemory {
   std::vector<Process> processes_;     // by rank
   mutable std::vector<pollfd> lives_;  // by rank: their pidfds, for poll(); -1: this rank
   SingleCopy::Choice forced_ = SingleCopy::Choice::kUnknown;
-  std::map<SingleCopy::Case, Chosen> chosen_;  // by all ranks of the group
+  std::map<SingleCopy::Case, SingleCopy::Chosen> chosen_;  // by all ranks of the group
   std::optional<Question> question_;
   std::vector<std::unique_ptr<char[]>> buffers_;  // by rank, of view()
   int error_ = 0;  // errno of what could not be read; 0: it is in no region of that rank

@@ -24,6 +24,7 @@ bool PeerRegions::offer(uint64_t region, std::shared_ptr<const Segment>* attache
   const auto known = given_.find(region);
   if (known != given_.end() && known->second.isNever()) return true;
   if (known != given_.end() && !known->second.expired()) return false;
+  if (region >= SharedPlace::kProcess) return true;
   *attached = SharedHeap::process().segmentOf(region);
   if (*attached) given_[region] = Deadline::never();
   return *attached != nullptr;

@@ -28,8 +28,8 @@ class PeerRegions {
   // Maps a region of this size.
   static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
 
-  // Whether a message to the peer may refer to this process's region. *attached: set if the
-  // descriptor of the region must be sent with the message.
+  // Whether a message to the peer may refer to this process's region, or to memory of the process
+  // (SharedPlace). *attached: set if the descriptor of the region must be sent with the message.
   bool offer(uint64_t region, std::shared_ptr<const Segment>* attached) REQUIRES(ioRole);
   // The peer could not read it.
   void takeBack(uint64_t region) REQUIRES(ioRole);

@@ -49,6 +49,11 @@ struct RegionHead {
 
 // The place of memory that another process of the host may read. region 0: none.
 struct SharedPlace {
+  // From here on: memory of the owner's process, not of a region. `offset` and `regionBytes` are
+  // addresses, the latter of the head with the revocations.
+  static constexpr uint64_t kProcess = UINT64_MAX - 64;
+  bool isOfProcess() const { return region >= kProcess; }
+
   uint64_t region = 0;
   uint64_t offset = 0;       // from the beginning of the segment
   uint64_t regionBytes = 0;  // of the segment

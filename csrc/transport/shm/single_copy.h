@@ -1,8 +1,8 @@
 // SingleCopy: ranks of one host read each other's ordinary tensors through the kernel
-// (process_vm_readv), so that a byte crosses memory once. Staging it in the arena takes two copies,
-// but each of those is faster. Which way is faster depends on the processor, the kernel, the size
-// and the pages: so the first call of each kind and size is made both ways (shmMeasure), and the
-// process keeps the result.
+// (process_vm_readv), so that a byte crosses memory once. Staging it takes two copies, but each of
+// those is faster, and two ranks make them at the same time. Which way is faster depends on the
+// processor, the kernel, the size and the pages: so the first collective of each kind and size is
+// made both ways (shmMeasure), messages are timed (CopyTrials), and the process keeps the results.
 //
 // Thread contract: all [any thread].
 #pragma once
@@ -39,6 +39,22 @@ class SingleCopy {
     double directMicros = 0;
     Choice choice = Choice::kUnknown;
   };
+  static constexpr int kRounds = 6;  // of a measurement, in which both ways take turns
+
+  // The way of the calls of one kind and size. Other programs may have disturbed the measurement:
+  // single copy is measured again after so many calls, and then after kAgain times as many.
+  struct Chosen {
+    static constexpr uint64_t kFirstAgain = 32, kAgain = 32;
+    Choice way = Choice::kUnknown;
+    uint64_t calls = 0, nextAgain = kFirstAgain;
+
+    // Counts a call. Returns true if the ways are to be measured again.
+    bool isDueAgain() { return way == Choice::kDirect && ++calls >= nextAgain; }
+    void choose(Choice chosen) {
+      if (calls >= nextAgain) nextAgain = calls * kAgain;
+      way = chosen;
+    }
+  };
 
   // Smaller tensors are always staged.
   static constexpr size_t kLeastBytes = 64 * 1024;
@@ -48,7 +64,7 @@ class SingleCopy {
   static SingleCopy& process();
   static Case caseOf(OpKind kind, int ranks, size_t bytes);
   // From the microseconds of so many rounds.
-  static Measured judge(const float* staged, const float* direct, int rounds);
+  static Measured judge(const float* staged, const float* direct, int rounds = kRounds);
 
   // A pidfd of the process that has this pid and started then, which all groups share. Null if
   // there is none: it has ended, or the kernel is too old.

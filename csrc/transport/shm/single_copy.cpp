@@ -1,4 +1,4 @@
-#include "collectives/shm/single_copy.h"
+#include "transport/shm/single_copy.h"
 
 #include <sys/prctl.h>
 #include <sys/syscall.h>

@@ -151,6 +151,27 @@ def receives_while_it_leaves(ctx: Ctx) -> Seen:
     return seen
 
 
+def receives_from_any(ctx: Ctx) -> Seen:
+    """Ranks 1 and 2 have no connection, so rank 2's goodbye does not reach rank 1."""
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(4), group=group)
+    store = ctx.store("any")
+    if ctx.rank != 1:
+        dist.destroy_process_group(group)
+        store.set(f"left {ctx.rank}", "")
+        store.wait(["seen"], timedelta(seconds=30))
+        return attempt(lambda: None)
+    store.wait(["left 0", "left 2"], timedelta(seconds=30))
+    seen = attempt(lambda: dist.recv(torch.zeros(4), group=group))
+    store.set("seen", "")
+    return seen
+
+
+def test_a_receive_from_any_rank_ends_when_all_have_left(reused, transport, mycoll_only):
+    _, seen, _ = reused(3, transport).run_in_group(receives_from_any, timeout=60.0)
+    assert seen.kind == "DistBackendError" and "has left the group" in seen.text, seen
+
+
 def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
     world = reused(2, transport)
     for rank, seen in enumerate(world.run_in_group(receives_while_it_leaves, timeout=60.0)):

@@ -214,7 +214,7 @@ OpPtr Communicator::endAtOnce(std::shared_ptr<Op> op, const Operation& operation
   OpRecord record = group_.record.enqueue(operation, now, /*isStarted=*/true);
   if (group_.options.callSite) record.setSite(group_.options.callSite());
   op->setRecord(record);
-  op->finish(diagnosis_.calledLate(op->kind()));
+  op->finish(hasFailed() ? diagnosis_.calledLate(op->kind()) : destroyed());
   TraceFile::writeWanted();
   return op;
 }
@@ -224,12 +224,12 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   diagnosis_.noteCaller();
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineOf(*op, timeout);
-  if (group_.membership.isOver(runner_.begun())) {
+  bool isFirst = false;
+  if (group_.membership.isOver(runner_.begun()) || !queue_.push(op, &isFirst)) {
     op->setSequence(sequence());
     const Operation late = op->description();
     return endAtOnce(std::move(op), late);
   }
-  const bool isFirst = queue_.push(op);
   if (!willWait) {
     // Run it as far as it goes now: often that completes this rank's part.
     if (isFirst) queue_.run(0);
@@ -265,7 +265,9 @@ std::shared_ptr<CollectiveOp> Communicator::submitExternal(const Signature& sign
     op->finish(diagnosis_.calledLate(signature.kind));
     return op;
   }
-  if (queue_.push(op)) queue_.run(0);
+  bool isFirst = false;
+  if (!queue_.push(op, &isFirst)) op->finish(destroyed());
+  if (isFirst) queue_.run(0);
   return op;
 }
 
@@ -471,8 +473,8 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
 }
 
 void Communicator::endLeaving() {
-  // Another thread may have called a collective since leave().
-  if (!hasFailed() && !queue_.isEmpty()) group_.membership.failHost();
+  // Another thread may have called a collective since leave(). None begins unnoticed from here on.
+  if (!queue_.close() && !hasFailed()) group_.membership.failHost();
   group_.membership.endLeaving(destroyed());
   queue_.run(0);
   group_.engine->mesh()->progress();

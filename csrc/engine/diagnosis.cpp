@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <set>
 #include <sstream>
 #include <thread>
 
+#include "base/bytes.h"
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/sanitize.h"
@@ -274,8 +276,9 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   const auto now = Clock::now();
   group_.record.waitsFor(op.sequence(), missing);
   if (isLate(op)) {
-    const std::vector<int> behind =
-        group_.membership.arena() ? missing : group_.agreement.behind(runner_.current());
+    const bool hasArena = group_.membership.arena() != nullptr;
+    if (hasArena) missing = blamedFor(op, missing);
+    const std::vector<int> behind = hasArena ? missing : group_.agreement.behind(runner_.current());
     return group_.membership.failFirst(
         timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
@@ -320,10 +323,32 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   }
 }
 
+// In a collective that copies through an arena a rank may wait for one that itself waits for a
+// third.
+std::vector<int> Diagnosis::blamedFor(const CollectiveOp& op,
+                                      const std::vector<int>& missing) const {
+  constexpr auto kFresh = Milliseconds(1000);
+  std::set<int> blamed;
+  MutexLock lock(mutex_);
+  for (const int rank : missing) {
+    const auto found = answers_.find(rank);
+    std::vector<int> others;
+    if (found != answers_.end() && found->second.call == op.sequence() &&
+        Clock::now() - found->second.when < kFresh) {
+      others = found->second.waitsFor;
+    }
+    std::erase(others, group_.options.rank);
+    if (others.empty()) others = {rank};
+    blamed.insert(others.begin(), others.end());
+  }
+  return {blamed.begin(), blamed.end()};
+}
+
 void Diagnosis::checkMessage(MessageOp& op) {
   if (op.done() || group_.membership.checkArena()) return;
   if (!op.deadline.expired()) {
     const std::optional<uint32_t> round = nextRound(op, op.submitted);
+    if (round && op.rank == kFromAnyone) askOthers(op);
     if (const auto block = round ? blockOf(op) : std::nullopt) forward(Question{*round}, *block);
     return;
   }
@@ -339,12 +364,29 @@ void Diagnosis::checkMessage(MessageOp& op) {
       fields));
 }
 
-void Diagnosis::checkFutures() {
+// A receive from any rank ends when all others have left. Those that have never been connected to
+// this rank send it no goodbye, so once some have left, the others are sent a question that has no
+// answer: a process that has left the group refuses it.
+void Diagnosis::askOthers(const MessageOp& op) {
+  std::vector<int> others;
+  bool hasAnyLeft = false;
+  for (int rank = 0; rank < group_.options.ranks; ++rank) {
+    if (rank == group_.options.rank) continue;
+    hasAnyLeft |= group_.membership.hasLeft(rank);
+    if (!group_.mailbox.isConnectedTo(rank)) others.push_back(rank);
+  }
+  if (!hasAnyLeft || op.done()) return;
+  for (size_t i = 0; i < std::min(others.size(), kMaxAsked); ++i) {
+    group_.mailbox.notify(others[i], FrameKind::kQuestion, "");
+  }
+}
+
+void Diagnosis::checkMessages() {
   if (group_.membership.hasFailed()) return;
   std::shared_ptr<MessageOp> late;
   group_.mailbox.forEachMessage([&late](Transfer& message) {
     const auto& op = static_cast<const MessageOp&>(message);
-    if (!late && op.isAwaited() && op.deadline.expired()) late = op.self;
+    if (!late && op.deadline.expired()) late = op.self;
   });
   if (late) checkMessage(*late);
 }
@@ -406,7 +448,8 @@ std::optional<Diagnosis::Block> Diagnosis::blockOf(MessageOp& op) {
 
 // Explains why this rank has not made the call or sent the message in question and, if it is
 // blocked, what blocks it.
-std::string Diagnosis::explain(const Question& question, std::optional<Block>* block) {
+std::string Diagnosis::explain(const Question& question, std::optional<Block>* block,
+                               std::vector<int>* waitsFor) {
   const Queue::Position position = queue_.position();
   std::string before = "it has made no call yet";
   if (position.last) {
@@ -420,6 +463,7 @@ std::string Diagnosis::explain(const Question& question, std::optional<Block>* b
   if (!position.head || *position.head > question.number) return before;
   const std::optional<Block> own = blockedHead();
   if (*position.head == question.number) {
+    if (own) *waitsFor = own->ranks;
     return "it is in the same call, and " + before +
            (own ? "; it waits for " + listRanks(own->ranks, /*withStates=*/false) : "");
   }
@@ -499,18 +543,37 @@ void Diagnosis::handleMessages() {
     } else if (message.kind == FrameKind::kDeadlock) {
       onDeadlock(message.payload);
     } else {
-      MutexLock lock(mutex_);
-      answers_[message.source] = {sanitized(oneLine(message.payload)), Clock::now()};
+      onAnswer(message.source, message.payload);
     }
   }
 }
 
-void Diagnosis::onQuestion(int source, const std::string& text) {
+void Diagnosis::onAnswer(int source, const std::string& payload) {
+  Reader reader(payload);
+  Answer answer{{}, Clock::now(), reader.value<uint64_t>()};
+  answer.waitsFor.resize(std::min<size_t>(reader.value<uint32_t>(), kMostDescribed));
+  for (int& rank : answer.waitsFor) rank = reader.value<int>();
+  answer.text = sanitized(oneLine(std::string(reader.rest())));
+  const auto isNone = [&](int rank) { return rank < 0 || rank >= group_.options.ranks; };
+  if (reader.hasFailed() || std::any_of(answer.waitsFor.begin(), answer.waitsFor.end(), isNone)) {
+    return;
+  }
+  MutexLock lock(mutex_);
+  answers_[source] = std::move(answer);
+}
+
+void Diagnosis::onQuestion(int source, const std::string& payload) {
   Question question;
-  if (!Question::decode(text, &question)) return;
+  if (!Question::decode(payload, &question)) return;
   std::optional<Block> block;
-  const std::string answer = explain(question, &block);
-  group_.mailbox.notify(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
+  std::vector<int> waitsFor;
+  const std::string text = explain(question, &block, &waitsFor);
+  waitsFor.resize(std::min(waitsFor.size(), kMostDescribed));
+  std::string answer;
+  append(&answer, question.number);
+  append(&answer, static_cast<uint32_t>(waitsFor.size()));
+  for (const int rank : waitsFor) append(&answer, rank);
+  group_.mailbox.notify(source, FrameKind::kAnswer, answer + text.substr(0, kMaxAnswer));
   if (!block) return;
   const std::string self = group_.engine->mesh()->address().uid + ":";
   if (question.way.starts_with(self)) {

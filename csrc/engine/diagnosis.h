@@ -65,8 +65,8 @@ class Diagnosis {
   // runs.
   void checkHealth();
   void checkMessage(MessageOp& op);
-  // Checks the deadlines of messages that only futures wait for, which no waiting thread checks.
-  void checkFutures();
+  // Checks the deadlines of messages: perhaps no thread waits for them.
+  void checkMessages();
 
   // How long an operation waits before it is logged and the first question is sent.
   std::chrono::milliseconds warnAfter() const { return warnAfter_.load(); }
@@ -102,9 +102,12 @@ class Diagnosis {
     FrameKind kind;
     std::string payload;
   };
+  // What a rank does. waitsFor: the ranks that it waits for in `call`, the call in question.
   struct Answer {
     std::string text;
     Clock::time_point when;
+    uint64_t call = 0;
+    std::vector<int> waitsFor{};
   };
 
   void check(CollectiveOp& op, std::vector<int> missing);
@@ -130,9 +133,14 @@ class Diagnosis {
   std::optional<Block> blockOf(MessageOp& op);
   std::optional<Block> blockedHead();
   uint64_t callingThread() const;
-  std::string explain(const Question& question, std::optional<Block>* block);
+  std::string explain(const Question& question, std::optional<Block>* block,
+                      std::vector<int>* waitsFor);
+  void onAnswer(int source, const std::string& payload);
+  // Replaces the ranks that wait for others in this call themselves, as they have answered.
+  std::vector<int> blamedFor(const CollectiveOp& op, const std::vector<int>& missing) const;
+  void askOthers(const MessageOp& op);
   std::string explainMissingCall(std::optional<Block>* block);
-  void onQuestion(int source, const std::string& text);
+  void onQuestion(int source, const std::string& payload);
   void onCycle(const Question& question, const Block& block);
   bool wasSeenBefore(const Question& question);
   void onDeadlock(const std::string& payload);

@@ -253,7 +253,7 @@ void Engine::doChores() {
   for (auto& group : groups()) {
     // Another rank of the host may have failed a group that no thread of this process waits in.
     isUnseen |= !group->queue().hasWaiters() && group->membership().checkArena();
-    group->diagnosis().checkFutures();
+    group->diagnosis().checkMessages();
     if (group->hasFailed()) group->releaseWindows();
   }
   TraceFile::writeInBackground(isUnseen);

@@ -50,8 +50,6 @@ class Op {
   // Publishes the outcome, runs the callbacks and releases the program's memory. Throws bad_alloc
   // if a callback did, after the others: what the callback was to do may now never be done.
   void finish(Status status);
-  // Whether onDone() was called: maybe no thread waits for the op.
-  bool isAwaited() const { return hasCallbacks_.load(std::memory_order_relaxed); }
   void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the program's memory. Dropped by finish(), on the thread that completes the op: often the

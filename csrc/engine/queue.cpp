@@ -28,17 +28,24 @@ Queue::Queue(Group& group, Runner& runner, Diagnosis& diagnosis, int localRanks)
       spinPolicy_(choose(localRanks)),
       contention_(spinPolicy_.longYields) {}
 
-bool Queue::push(std::shared_ptr<CollectiveOp> op) {
+bool Queue::push(const std::shared_ptr<CollectiveOp>& op, bool* isFirst) {
   MutexLock lock(queueMutex_);
+  if (isClosed_) return false;
   op->setSequence(submitted());
   submitted_.store(op->sequence() + 1, std::memory_order_relaxed);
   op->setRecord(group_.record.enqueue(op->description(), op->submitted.time_since_epoch().count(),
                                       /*isStarted=*/ops_.empty()));
   group_.record.setSubmitted(op->sequence() + 1);
-  ops_.push_back(std::move(op));
-  if (ops_.size() > 1) return false;
-  head_.store(ops_.front().get(), std::memory_order_seq_cst);
+  ops_.push_back(op);
+  *isFirst = ops_.size() == 1;
+  if (*isFirst) head_.store(op.get(), std::memory_order_seq_cst);
   return true;
+}
+
+bool Queue::close() {
+  MutexLock lock(queueMutex_);
+  isClosed_ = true;
+  return ops_.empty();
 }
 
 size_t Queue::size() const {

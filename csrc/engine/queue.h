@@ -37,8 +37,11 @@ class Queue {
   // localRanks: those of this host, which compete for its cores.
   Queue(Group& group, Runner& runner, Diagnosis& diagnosis, int localRanks);
 
-  // Numbers the op, records it and queues it. True if nothing is ahead of it.
-  bool push(std::shared_ptr<CollectiveOp> op);
+  // Numbers the op, records it and queues it. *isFirst: nothing is ahead of it. Returns false if
+  // the queue is closed.
+  bool push(const std::shared_ptr<CollectiveOp>& op, bool* isFirst);
+  // From now on nothing is queued. Returns whether the queue is empty.
+  bool close();
   // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
   // not ready. True if anything moved.
   bool run(int spins);
@@ -109,6 +112,7 @@ class Queue {
   mutable Mutex queueMutex_;
   std::deque<std::shared_ptr<CollectiveOp>> ops_ GUARDED_BY(queueMutex_);
   std::optional<Finished> last_ GUARDED_BY(queueMutex_);
+  bool isClosed_ GUARDED_BY(queueMutex_) = false;
   // The front of ops_. It changes under the queue lock, and becomes another one under the run lock.
   std::atomic<CollectiveOp*> head_{nullptr};
   std::atomic<int> waiters_{0};

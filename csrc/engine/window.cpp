@@ -122,15 +122,12 @@ Task Window::introduce(CollectiveRunner& runner) {
       co_await runner.run(gather(group_->rank(), {parts.data(), 0}, sizeof(Part), ranks)));
   for (int rank = 0; rank < ranks; ++rank) {
     if (parts[rank].window == id_) continue;
-    const Status differs(Code::kMismatch, "mycoll group '" + group_->options().name +
-                                              "': window #" + std::to_string(id_) +
-                                              " of this rank is #" +
-                                              std::to_string(parts[rank].window) + " of " +
-                                              group_->describeRank(rank) +
-                                              ": all ranks must make and register windows in the "
-                                              "same order");
-    group_->fail(differs);
-    co_return differs;
+    co_return Status(Code::kMismatch, "mycoll group '" + group_->options().name + "': window #" +
+                                          std::to_string(id_) + " of this rank is #" +
+                                          std::to_string(parts[rank].window) + " of " +
+                                          group_->describeRank(rank) +
+                                          ": all ranks must make and register windows in the "
+                                          "same order");
   }
   std::vector<std::shared_ptr<Pages>> mapped(ranks);
   MYCOLL_CO_RETURN_IF_ERROR(co_await mapNeighbours(parts, mapped));

@@ -1,4 +1,7 @@
 // Ranks that wait for each other, each in another call, report a deadlock; others do not.
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <barrier>
 #include <functional>
@@ -6,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/topology.h"
+#include "processes.h"
 #include "test.h"
 #include "world.h"
 
@@ -201,6 +206,40 @@ TEST(Deadlock, noFalseAlarm) {
 }
 
 // What the missing rank did last, in the others' timeout.
+// Rank 1 waits for the root of a broadcast, which waits for rank 2 before it continues.
+TEST(Deadlock, aTimeoutNamesTheRankThatAllWaitFor) {
+  const test::ScopedEnv staged("MYCOLL_SINGLE_COPY", "off");
+  test::runProcesses(3, [](Communicator& group) {
+    constexpr int kStopped = 2;
+    ASSERT_OK(barrier(group));
+    std::vector<char> data(64 << 20);
+    Call call;
+    call.kind = OpKind::kBroadcast;
+    call.root = 0;
+    call.out = {{data.data(), data.size()}};
+    const pid_t stopped = group.address().peers[kStopped].pid;
+    if (group.rank() == kStopped) {
+      const OpPtr op = group.submit(call, nullptr, /*willWait=*/true);
+      group.advance();
+      raise(SIGSTOP);
+      EXPECT(!group.wait(op, Deadline::never()).ok());
+      return;
+    }
+    while (lookAtProcess(stopped, group.address().peers[kStopped].startTicks) !=
+           ProcessLife::kStopped) {
+      usleep(1000);
+    }
+    // Rank 1's deadline comes first.
+    group.setTimeout(group.rank() == 0 ? 3000ms : 1500ms);
+    const Status status =
+        group.wait(group.submit(call, nullptr, /*willWait=*/true), Deadline::never());
+    EXPECT_EQ(status.code(), Code::kTimeout);
+    EXPECT_EQ(status.cause().rank, kStopped);
+    EXPECT(status.message().find("Arrived: 2") == std::string::npos);
+    if (group.rank() == 0) kill(stopped, SIGCONT);
+  });
+}
+
 TEST(Deadlock, timeoutsTellWhatTheMissingRankDid) {
   overShmAndTcp([](Links links) {
     std::latch areOver(2);

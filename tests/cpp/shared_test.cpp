@@ -603,6 +603,31 @@ TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
   });
 }
 
+// As above, but another thread calls the collective after its rank has sent its goodbye.
+TEST(SharedTensors, aCallBesideADepartureSpoilsTheCollective) {
+  std::atomic<bool> hasLeft{false};
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    Elements data(true, PeerMemory::kLeastShared);
+    data.fill(group.rank(), 0);
+    Call broadcast = call(OpKind::kBroadcast);
+    broadcast.root = 0;
+    broadcast.out = {data.span()};
+    EXPECT_OK(run(group, broadcast));
+    if (group.rank() == 0) {
+      EXPECT(group.leave(Deadline::after(std::chrono::seconds(20))));
+      const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
+      group.endLeaving();
+      EXPECT(group.wait(op, Deadline::never()).code() == Code::kAborted);
+      EXPECT(run(group, broadcast).code() == Code::kAborted);
+      data.fill(2, 0);
+      hasLeft = true;
+      return;
+    }
+    while (!hasLeft) std::this_thread::yield();
+    EXPECT(run(group, broadcast).code() == Code::kPeerLost);
+  });
+}
+
 // As above, but the group fails while the rank leaves it: its operation times out.
 TEST(SharedTensors, anOperationThatTimesOutWhileItsRankLeavesSpoilsTheCollective) {
   std::atomic<bool> hasLeft{false};

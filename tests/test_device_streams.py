@@ -7,7 +7,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -418,3 +420,32 @@ def two_devices(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_two_devices_of_one_rank(device_world):
     device_world.run(two_devices)
+
+
+# --- on which threads the program's objects end
+
+
+def ends_of_tensors(ctx: Ctx) -> list[str]:
+    """The names of the threads that drop the last reference to a tensor of an operation."""
+    warm_up(ctx)
+    names: set[str] = set()
+
+    def note() -> None:
+        names.add(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip())
+
+    for _ in range(40):
+        for _ in range(4):
+            x = full(ctx, 1)
+            weakref.finalize(x, note)
+            work = dist.all_reduce(x, async_op=True)
+            work.get_future().add_done_callback(lambda _: None)
+            del x, work
+        time.sleep(0.02)
+    dist.barrier()
+    return sorted(names)
+
+
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_threads_that_others_need_end_no_tensors(fresh_device_world, path):
+    for names in fresh_device_world(2, path).run(ends_of_tensors):
+        assert names and not {"mycoll", "mycoll-watchdog"} & set(names), names

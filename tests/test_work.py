@@ -174,6 +174,29 @@ def test_wait_with_a_timeout(reused, transport):
     assert 0.45 < took < 15
 
 
+def polled_too_long(ctx: Ctx, name: str) -> None:
+    """No thread waits for the operation, and nothing is chained to it."""
+    x = torch.ones(10)
+    store = ctx.store("polled")
+    if ctx.rank == 0:
+        work = dist.irecv(x, 1) if name == "irecv" else dist.all_reduce(x, async_op=True)
+        assert work is not None
+        end = time.monotonic() + 20
+        while work.is_success() and work.exception() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        ctx.equal(work.is_success(), False)
+        ctx.equal("timed out" in str(work.exception()), True, f"{work.exception()}")
+        ctx.equal(work.is_completed(), True)
+        store.set("done", "")
+    else:
+        store.wait(["done"], timedelta(seconds=30))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "irecv"])
+def test_timeout_of_what_is_polled(reused, transport, name, mycoll_only):
+    reused(2, transport).run_in_group(polled_too_long, name, timeout=0.5)
+
+
 def group_timeouts(ctx: Ctx, name: str) -> str:
     x = torch.ones(10)
     calls = {

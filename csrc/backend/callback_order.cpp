@@ -181,12 +181,12 @@ void CallbackOrder::complete(const TurnPtr& turn) {
   advance(lock);
 }
 
-void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
+void CallbackOrder::ready(TurnPtr turn, std::function<void()> complete) {
   const Ptr order = turn->order;
   {
     const MutexLock lock(order->mutex_);
     turn->complete = std::move(complete);
-    order->ready_.push_back(turn);
+    order->ready_.push_back(std::move(turn));
     if (!order->isToBeServed()) return;
   }
   CallbackPool::get().post([order] { order->serve(); });

@@ -78,7 +78,8 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Adds a future that has no callbacks yet.
   static TurnPtr add(const Ptr& order, const FuturePtr& future);
   // Called when the operation is over: `complete` will complete the future. It must not throw.
-  static void ready(const TurnPtr& turn, std::function<void()> complete);
+  // The caller keeps no reference to the turn, whose future holds tensors of the program.
+  static void ready(TurnPtr turn, std::function<void()> complete);
 
   // Returns true if a collective that is called now must wait for callbacks or held collectives.
   bool isBlocked();

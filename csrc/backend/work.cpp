@@ -202,8 +202,9 @@ void MycollWork::finish() {
     return c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   };
   if (turn) {
-    CallbackOrder::ready(
-        turn, [self = self(), future = std::move(future)] { self->completeFuture(future); });
+    CallbackOrder::ready(std::move(turn), [self = self(), future = std::move(future)] {
+      self->completeFuture(future);
+    });
   }
   if (!future && !resultFuture && !hook) return;
   CallbackPool::get().post([self = self(), future = std::move(future),
@@ -218,10 +219,11 @@ void MycollWork::finish() {
   });
 }
 
-bool MycollWork::isOver() {
+// Const, as those functions of torch's Work are that may be the first to see the end.
+bool MycollWork::isOver() const {
   if (isDone()) return true;
   if (!areOpsDone()) return false;
-  finish();
+  const_cast<MycollWork*>(this)->finish();
   return true;
 }
 
@@ -247,12 +249,12 @@ void MycollWork::completeFuture(const FuturePtr& future) {
 
 bool MycollWork::isSuccess() const {
   enter("Work.is_success");
-  return !isDone() || status_.ok();
+  return !isOver() || status_.ok();
 }
 
 std::exception_ptr MycollWork::exception() const {
   enter("Work.exception");
-  return isDone() ? toException(status_) : nullptr;
+  return isOver() ? toException(status_) : nullptr;
 }
 
 int MycollWork::sourceRank() const {

@@ -89,7 +89,7 @@ class MycollWork final : public c10d::Work {
   void enter(const char* function) const { owner_.check(communicator_->options().name, function); }
   bool areOpsDone() const;
   // Whether its operations are done. If so, finish() has run.
-  bool isOver();
+  bool isOver() const;
   // Completes future_, and so runs its callbacks: without the lock.
   void completeFuture(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   // Idempotent; waits for another thread that is running it. Call it only when the engine is done.

@@ -128,19 +128,20 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   } else {
     callbacksDone_ = std::make_shared<CallbacksDone>();  // only the first call sets it
     isAsked_.store(true, std::memory_order_release);
-    const CallbackOrder::TurnPtr turn =
-        order_ && isCalledByPython() ? CallbackOrder::add(CallbackOrder::ofFuture(order_), future)
-                                     : nullptr;
+    CallbackOrder::TurnPtr turn = order_ && isCalledByPython()
+                                      ? CallbackOrder::add(CallbackOrder::ofFuture(order_), future)
+                                      : nullptr;
     // The references are moved on, so that the thread that ends the operation drops none of them.
-    operation_->onEnqueued([turn, future, operation = operation_, outputs = outputs_,
-                            perList = perList_, done = callbacksDone_, type = opType_]() mutable {
+    operation_->onEnqueued([turn = std::move(turn), future, operation = operation_,
+                            outputs = outputs_, perList = perList_, done = callbacksDone_,
+                            type = opType_]() mutable {
       auto completion = [future = std::move(future), operation = std::move(operation),
                          outputs = std::move(outputs), perList, done = std::move(done), type] {
         complete(*future, *operation, outputs, perList, type);
         done->set();
       };
       if (turn) {
-        CallbackOrder::ready(turn, std::move(completion));
+        CallbackOrder::ready(std::move(turn), std::move(completion));
       } else {
         CallbackPool::get().post(std::move(completion));
       }

@@ -43,6 +43,21 @@ def test_coalescing_manager_of_mixed_ops(world):
     world.run(manager_of_mixed_ops)
 
 
+def block_of_others(ctx: Ctx) -> None:
+    """As torch's collectives, a block of a group does nothing on the ranks outside it."""
+    group = dist.new_group([0])
+    x = torch.ones(3)
+    with _coalescing_manager(group=group):
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.worlds(2)
+def test_a_block_of_a_group_of_others(world):
+    world.run(block_of_others)
+
+
 # --- blocks that an exception ends
 
 

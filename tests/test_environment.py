@@ -261,6 +261,28 @@ dist.destroy_process_group()
         assert bool(lines) == bool(argument), out
 
 
+def test_a_forked_child_leaves_the_log_alone(backend) -> None:
+    if backend != "mycoll":
+        pytest.skip("about mycoll's lines")
+    program = """
+import logging, os, sys
+import mycoll, torch.distributed as dist
+logging.basicConfig(stream=sys.stdout, level=logging.DEBUG)
+mycoll.log_to_python(logging.DEBUG)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "MYCOLL_CPU"}
+    run = warm.start(program, environment=environment, to_the_end=True)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 0 and "BrokenPipe" not in error, error
+    assert "listening on" in out, out
+
+
 def test_a_handler_that_raises_loses_one_line(backend) -> None:
     if backend != "mycoll":
         pytest.skip("about mycoll's lines")

@@ -318,6 +318,8 @@ def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]
     ) -> Any:
         whole = group or members(None)
         block = original(whole, device, async_ops)
+        if distributed_c10d._rank_not_in_group(whole):
+            return block
         if whole not in ours:
             if not _own_backends(whole):
                 return block

@@ -49,7 +49,7 @@ def log_to_python(level: int = logging.INFO) -> None:
         _pipe = os.pipe()
         thread = threading.Thread(target=_forward, args=(_pipe[0],), name="mycoll log", daemon=True)
         thread.start()
-        atexit.register(_stop, _pipe[1], thread)
+        atexit.register(_stop, _pipe[1], thread, os.getpid())
     number = max(n for n, each in enumerate(_LEVELS.values()) if each >= min(level, _LEVELS["off"]))
     native()._log_to(f"/proc/self/fd/{_pipe[1]}", number)
 
@@ -68,8 +68,11 @@ def _forward(descriptor: int) -> None:
                 traceback.print_exc()  # without this thread the engine would block at its full pipe
 
 
-def _stop(descriptor: int, thread: threading.Thread) -> None:
-    """At exit: what was written so far still arrives, and the rest goes to stderr."""
+def _stop(descriptor: int, thread: threading.Thread, process: int) -> None:
+    """At exit: what was written so far still arrives, and the rest goes to stderr. The pipe of a
+    forked child is its parent's."""
+    if os.getpid() != process:
+        return
     native()._log_to("", list(_LEVELS).index("failure"))
     os.write(descriptor, _END)
     thread.join(1)

@@ -253,7 +253,7 @@ class MycollBackend final : public c10d::Backend {
   // The pg_options that the user passed, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
-  // Of a group that is made with its ranks, whatever this one is. given: may be null.
+  // The options of a group that is made from ranks of this one. given: may be null.
   c10::intrusive_ptr<MycollOptions> childOptions(
       const c10::intrusive_ptr<MycollOptions>& given) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;

@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace mycoll {
 namespace {
 
-// What is known about a line of code; its code object is kept, so that its address stays its own.
+// A line of code. The code object is kept, so that no other one gets its address.
 struct Site {
   py::object code;
   uint32_t number = 0;
@@ -106,12 +106,12 @@ uint32_t siteOfCaller() {
 uint32_t findCallSite() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return 0;
   const py::gil_scoped_acquire gil;
-  // An error may be on its way already; what follows must neither see nor disturb it.
+  // An exception may be set already; it is restored at the end.
   const py::error_scope saved;
   try {
     return siteOfCaller();
   } catch (const std::exception&) {
-    return 0;  // of memory, perhaps: not worth anybody's collective
+    return 0;  // out of memory, perhaps: the collective continues without its place
   }
 }
 

@@ -102,7 +102,7 @@ class Diagnosis {
     FrameKind kind;
     std::string payload;
   };
-  // What a rank does. waitsFor: the ranks that it waits for in `call`, the call in question.
+  // An answer about `call`. waitsFor: the ranks that the answering rank waits for in it.
   struct Answer {
     std::string text;
     Clock::time_point when;

@@ -138,7 +138,7 @@ class Membership {
   std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
   // For readers without the I/O lock.
-  std::vector<std::atomic<bool>> left_;  // the goodbye has come
+  std::vector<std::atomic<bool>> left_;  // its goodbye was received
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
   std::atomic<bool> mustPropagate_{false};  // for propagate()

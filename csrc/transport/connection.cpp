@@ -146,8 +146,8 @@ void Connection::open(Link link) {
 }
 
 void Connection::add(Link link) {
-  // Events of the time when the socket had no receiver went to nobody: the end of the peer may have
-  // been among them.
+  // Until now the socket had no receiver, and its events were ignored. One of them may have been
+  // the end of the peer.
   local_.sleeper.watchAgain(link.receiver->fd());
   sender_.add(std::move(link.sender), link.isShm);
   receiver_.add(std::move(link.receiver));

@@ -1,9 +1,9 @@
-// CopyTrials: which way the large messages take that this process receives from others of its host:
+// CopyTrials: chooses the way of large messages that this process receives from others of its host:
 // staging, or SingleCopy. The messages themselves are timed. Those that are received at the same
 // time take the same way; they form a round, from the first data to the end of the last message.
 // Rounds of the two ways alternate. So a round includes what both processes do for a message, each
-// on its core. It does not include the wait of a message for its receive, nor that of a receive for
-// the sender's core: where ranks outnumber cores, another rank computes meanwhile.
+// on its core. It includes neither the wait of a message for its receive, nor the wait of a receive
+// for the sender's core: where ranks outnumber cores, another rank computes meanwhile.
 //
 // The receiver alone chooses: the sender offers each large message both ways.
 //
@@ -48,8 +48,8 @@ class CopyTrials {
     size_t bytes = 0;
     bool isSpoiled = false;
   };
-  // Of one size. The times of rounds, in microseconds for 2^logBytes bytes; the first of each way
-  // waits for pages and fills caches.
+  // The messages of one size: the times of rounds, in microseconds for 2^logBytes bytes. The first
+  // round of each way waits for pages and fills caches.
   struct Trial {
     SingleCopy::Chosen chosen;
     std::vector<float> staged, direct;

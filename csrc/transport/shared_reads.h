@@ -8,7 +8,7 @@
 // A sender that takes the message back meanwhile increments a counter in the tensor's region, or in
 // its ProcessHead: end(). The receiver checks the counter after reading. If it has changed, or the
 // process cannot be read, the receiver discards the data and requests the message as any other
-// (kClearToSend). So it does at once if staging is faster (CopyTrials).
+// (kClearToSend). If staging is faster (CopyTrials), it does so without reading.
 //
 // Thread contract: the mesh's I/O lock. Lifetime: the mesh owns it. A request that is abandoned is
 // removed by end().
@@ -35,7 +35,7 @@ namespace mycoll {
 class Connection;
 struct OutItem;
 
-// What a process tells the readers of its memory, at the address that its offers name.
+// A process keeps this for the readers of its memory, at the address that its offers contain.
 struct ProcessHead {
   char uid[PeerAddress::kUidLength] = {};  // of its mesh: no other process has it here
   std::atomic<uint64_t> revocations{0};    // as RegionHead's

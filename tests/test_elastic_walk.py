@@ -16,6 +16,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from mycoll import elastic
 from worlds.elastic_walk import WARM, ElasticCrew, walk
 from worlds.threads import on_all
 
@@ -171,11 +172,11 @@ def test_groups_of_different_names_share_a_store() -> None:
 
 def test_a_process_that_ended_before_it_published_is_skipped(tmp_path, monkeypatch) -> None:
     """It has taken a number. A FileStore raises another error than other stores."""
-    monkeypatch.setattr(mycoll.elastic, "_TO_PUBLISH", timedelta(seconds=0.1))
+    monkeypatch.setattr(elastic, "_TO_PUBLISH", timedelta(seconds=0.1))
     for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), -1)):
         for expected in ([], ["one"]):
             dist.PrefixStore("mycoll/members of x", store).add("number", 1)
-            found = mycoll.elastic._publish(store, "x", "one" if not expected else "two")
+            found = elastic._publish(store, "x", "one" if not expected else "two")
             assert found == expected
 
 

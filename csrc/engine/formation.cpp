@@ -55,6 +55,8 @@ constexpr auto kProbe = Milliseconds(500);
 constexpr int kPartOfWait = 20;
 constexpr auto kShortestPoll = Milliseconds(1);
 constexpr auto kLongestPoll = Milliseconds(1000);
+// Time for a rank that is being started to publish its handle after rank 0 has failed.
+constexpr auto kArrival = Milliseconds(300);
 
 bool isFirstFormation() {
   static std::atomic<bool> wasThereOne{false};
@@ -63,6 +65,11 @@ bool isFirstFormation() {
 
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
+// By this key a rank confirms that it has read rank 0's last handle.
+std::string receiptOf(int rank, const Handle& last) {
+  return "read/" + last.nonce + "/" + std::to_string(rank);
+}
+
 std::string nonceOf(const KnownPeers& known, int rank) {
   if (!known.nonces.empty()) return known.nonces[rank];
   return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
@@ -70,10 +77,11 @@ std::string nonceOf(const KnownPeers& known, int rank) {
 
 // Publishes why this rank gives up. If the store is what has failed, the other ranks find out by
 // themselves.
-void publishLast(Store& store, Handle last, const Status& why) {
+Handle publishLast(Store& store, Handle last, const Status& why) {
   last.why = why.message();
   last.hasLost = why.code() == Code::kPeerLost;
   if (Handle::freshNonce(&last.nonce).ok()) (void)store.set(keyOf(last.rank), last.encode());
+  return last;
 }
 
 // The part that rank 0 and the others have in common.
@@ -93,9 +101,7 @@ class Forming {
 
   Status openReception(const std::string& nonce);
   Status publish();
-  void giveUp(const Status& why) {
-    if (store_) publishLast(*store_, mine_, why);
-  }
+  Handle giveUp(const Status& why) { return publishLast(*store_, mine_, why); }
   Status checkPredecessor(const Handle& there);
   // Not ok: another process with this rank has received the conflict, and has given up.
   Status checkRival();
@@ -433,6 +439,8 @@ class Root final : public Forming {
   bool reportFailure(const Status& why) override;
 
   void notifyMissing(const Status& why);
+  void awaitReaders(const Handle& last);
+  bool isToRead(int rank, const Handle& last, Deadline arrival);
   Status check();
   Status lookAtStore();
   Status lookAt(int rank, bool* found);
@@ -491,12 +499,34 @@ bool Root::reportFailure(const Status& why) {
     notifyMissing(why);
     return true;
   }
-  giveUp(why);
-  // Ranks that are in no round find the error in the store, which this process may be serving.
-  // Those that have waited longest poll it least often.
-  const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
-  if (isAwaited && !missing().empty()) std::this_thread::sleep_for(kLongestPoll + kForward);
+  const Handle last = giveUp(why);
+  if (why.code() != Code::kTimeout && why.code() != Code::kInterrupted) awaitReaders(last);
   return true;
+}
+
+// Ranks that are in no round find the error in the store, which this process may be serving. This
+// function returns when they have read it. Those that have waited longest poll it least often.
+void Root::awaitReaders(const Handle& last) {
+  const Deadline arrival = Deadline::after(kArrival);
+  const Deadline end = Deadline::after(kLongestPoll + kForward);
+  std::vector<int> ranks = missing();
+  for (;;) {
+    const auto isDone = [&](int rank) { return !isToRead(rank, last, arrival); };
+    ranks.erase(std::remove_if(ranks.begin(), ranks.end(), isDone), ranks.end());
+    if (ranks.empty() || end.expired() || isInterrupted()) return;
+    std::this_thread::sleep_for(kTick);
+  }
+}
+
+// Whether the rank waits, or may begin to wait, and has not read this rank's last handle.
+bool Root::isToRead(int rank, const Handle& last, Deadline arrival) {
+  bool isThere = false, hasRead = false;
+  Handle handle;
+  std::string receipt;
+  if (!read(rank, &isThere, &handle).ok()) return false;
+  if (!isThere) return !arrival.expired();
+  if (!handle.why.empty() || isDead(handle.address)) return false;
+  return store_->tryGet(receiptOf(rank, last), &hasRead, &receipt).ok() && !hasRead;
 }
 
 // Ranks that are in no round cannot find the error in a store. The rank that was to invite them may
@@ -916,6 +946,7 @@ Status Member::lookAtStore() {
   const bool isOfNow = zero.nonce != firstNonce_ || this->isOfNow(zero.address);
   if (!zero.why.empty()) {
     isKnownToAll_ = isOfNow;
+    if (isOfNow) (void)store_->set(receiptOf(options_.rank, zero), "1");
     return isOfNow ? hasGivenUp(zero) : Status();
   }
   if (isOfNow && isDead(zero.address)) {

@@ -450,6 +450,7 @@ def leaves_a_late_rank(ctx: Ctx) -> Seen | None:
     return seen
 
 
+@pytest.mark.transports("shm")
 def test_a_timeout_with_single_copy(stage, mycoll_only):
     with stage.world(3, timeout=1.0, env=SINGLE_COPY) as world:
         world.start(leaves_a_late_rank)
@@ -476,6 +477,7 @@ def sends_to_a_late_rank(ctx: Ctx) -> Seen:
     return seen
 
 
+@pytest.mark.transports("shm")
 def test_a_timeout_of_a_message_by_single_copy(stage, mycoll_only):
     with stage.world(2, timeout=0.5, env=SINGLE_COPY) as world:
         world.start(sends_to_a_late_rank)
@@ -577,6 +579,7 @@ def dies(ctx: Ctx, victim: int, what: str) -> Seen:
     return seen
 
 
+@pytest.mark.transports("shm")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "what", ["collectives", "messages", "single copy", "messages by single copy"]

@@ -79,6 +79,10 @@ class Ctx:
         return self.setup.family == "gloo"
 
     @property
+    def is_on_cpu(self) -> bool:
+        return not self.setup.device
+
+    @property
     def timeout(self) -> timedelta:
         return timedelta(seconds=self.setup.timeout)
 

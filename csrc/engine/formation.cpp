@@ -96,8 +96,9 @@ class Forming {
   // Returns when the group is formed.
   virtual Status awaitAll() = 0;
   // The formation has failed here. Notifies the other ranks. Returns false if they have made the
-  // group, so that this rank is in it, too.
-  virtual bool reportFailure(const Status& why) = 0;
+  // group, so that this rank is in it, too. A signal that arrives meanwhile takes the place of
+  // *why.
+  virtual bool reportFailure(Status* why) = 0;
 
   Status openReception(const std::string& nonce);
   Status publish();
@@ -197,13 +198,10 @@ Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
   if (status.ok()) status = awaitAll();
+  const bool isFormed = status.ok() || !reportFailure(&status);
   const Code code = status.code();
-  const bool isShort = status.ok() || code == Code::kTimeout || usesStore();
-  const Deadline end = Deadline::after(code == Code::kInterrupted ? kTick
-                                       : isShort                  ? kAgain
-                                                                  : kNotify);
-  const bool isFormed = status.ok() || !reportFailure(status);
-  flush(end);
+  const bool isShort = isFormed || code == Code::kTimeout || usesStore();
+  flush(Deadline::after(code == Code::kInterrupted ? kTick : isShort ? kAgain : kNotify));
   // An interruption comes first: the signal was taken from the interpreter, which will not raise it
   // again.
   if (isFormed && code != Code::kInterrupted) return round_->result(result);
@@ -436,10 +434,10 @@ class Root final : public Forming {
   };
 
   Status awaitAll() override;
-  bool reportFailure(const Status& why) override;
+  bool reportFailure(Status* why) override;
 
   void notifyMissing(const Status& why);
-  void awaitReaders(const Handle& last);
+  Status awaitReaders(const Handle& last);
   bool isToRead(int rank, const Handle& last, Deadline arrival);
   Status check();
   Status lookAtStore();
@@ -493,27 +491,33 @@ Status Root::awaitAll() {
   }
 }
 
-bool Root::reportFailure(const Status& why) {
-  if (round_ && !round_->fail(why)) return false;
+bool Root::reportFailure(Status* why) {
+  if (round_ && !round_->fail(*why)) return false;
   if (!usesStore()) {
-    notifyMissing(why);
+    notifyMissing(*why);
     return true;
   }
-  const Handle last = giveUp(why);
-  if (why.code() != Code::kTimeout && why.code() != Code::kInterrupted) awaitReaders(last);
+  const Handle last = giveUp(*why);
+  if (why->code() == Code::kTimeout || why->code() == Code::kInterrupted) return true;
+  if (Status other = awaitReaders(last); !other.ok()) *why = std::move(other);
   return true;
 }
 
 // Ranks that are in no round find the error in the store, which this process may be serving. This
 // function returns when they have read it. Those that have waited longest poll it least often.
-void Root::awaitReaders(const Handle& last) {
+Status Root::awaitReaders(const Handle& last) {
   const Deadline arrival = Deadline::after(kArrival);
   const Deadline end = Deadline::after(kLongestPoll + kForward);
-  std::vector<int> ranks = missing();
+  if (round_) joined_ = round_->state().joined;
+  std::vector<int> ranks;
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (!round_ || !joined_[rank]) ranks.push_back(rank);
+  }
   for (;;) {
     const auto isDone = [&](int rank) { return !isToRead(rank, last, arrival); };
     ranks.erase(std::remove_if(ranks.begin(), ranks.end(), isDone), ranks.end());
-    if (ranks.empty() || end.expired() || isInterrupted()) return;
+    if (ranks.empty() || end.expired()) return Status();
+    if (isInterrupted()) return interrupted();
     std::this_thread::sleep_for(kTick);
   }
 }
@@ -765,7 +769,7 @@ class Member final : public Forming {
 
  private:
   Status awaitAll() override;
-  bool reportFailure(const Status& why) override;
+  bool reportFailure(Status* why) override;
 
   Status check();
   Status checkKnownPeers();
@@ -801,13 +805,13 @@ Status Member::awaitAll() {
   }
 }
 
-bool Member::reportFailure(const Status& why) {
+bool Member::reportFailure(Status* why) {
   if (isKnownToAll_) return true;
-  if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, why});
-  const Code code = why.code();
+  if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, *why});
+  const Code code = why->code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (!round_ || !sentError().ok())) giveUp(why);
+  if (usesStore() && isLasting && (!round_ || !sentError().ok())) giveUp(*why);
   return true;
 }
 

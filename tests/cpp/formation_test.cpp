@@ -634,6 +634,48 @@ TEST(Formation, rankZeroLeavesTheStoreOpenForTheOthers) {
   if (!isHeldUp) EXPECT(says(found[2], "MYCOLL_PARTIALS=rounded"));
 }
 
+// Rank 0 serves the store, and fails before it has begun a round: the ranks that it would invite
+// find the error there.
+TEST(Formation, ranksToBeInvitedReadWhyRankZeroFailed) {
+  std::atomic<bool> isClosed{false};
+  const auto store =
+      std::make_shared<SlowStore>(std::make_shared<MemoryStore>(), [&](const std::string& /*key*/) {
+        return isClosed ? Status(Code::kStore, "closed") : Status();
+      });
+  Puppet puppet(3, 4, store);
+  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
+  puppet.openReception();
+  puppet.publish();
+  std::vector<Status> found(3);
+  Threads(4, [&](int rank) {
+    if (rank == 3) {
+      // It gives up by itself, as it finds the difference, too.
+      while (handleIn(*store, 0).why.empty()) std::this_thread::sleep_for(milliseconds(1));
+      puppet.handle.why = "the settings differ";
+      puppet.publish();
+      return;
+    }
+    while (rank == 0 && (handleIn(*store, 1).nonce.empty() || handleIn(*store, 2).nonce.empty())) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    found[rank] = formAs(optionsOf(rank, 4), store);
+    if (rank == 0) isClosed = true;
+  });
+  for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
+}
+
+// A signal that arrives while rank 0 waits until the others have read its error.
+TEST(Formation, isInterruptedAfterAFailure) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet puppet(1, 2, store);
+  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
+  puppet.openReception();
+  puppet.publish();
+  GroupOptions options = optionsOf(0, 2);
+  options.interrupted = [&] { return !handleIn(*store, 0).why.empty(); };
+  EXPECT(formAs(options, store).code() == Code::kInterrupted);
+}
+
 // A rank detects that another one is lost, as a group of the two has failed, and gives up.
 TEST(Formation, aReportedLossKeepsItsReason) {
   const auto store = std::make_shared<MemoryStore>();

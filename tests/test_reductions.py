@@ -11,11 +11,13 @@ from jobs.reductions import (
     integer_average,
     nan_cases,
     premul_cases,
+    premul_sum,
     reduce_cases,
     reduce_scatter_big,
     reduce_scatter_cases,
     reduce_scatter_uneven,
 )
+from torch.distributed.distributed_c10d import _coalescing_manager
 from worlds import arith
 from worlds.worker import Ctx
 
@@ -124,6 +126,24 @@ def test_integer_average_truncates(world):
 @pytest.mark.worlds(2, 4, tcp=(4,))
 def test_premul_sum(world):
     world.run(premul_cases)
+
+
+def refused_in_a_bucket(ctx: Ctx) -> None:
+    """The factors would make tensors of another type."""
+    tensors = [torch.ones(1000, dtype=torch.int8) for _ in range(8)]
+    with pytest.raises(ValueError, match="PREMUL_SUM is for"):
+        dist.all_reduce_coalesced(tensors, premul_sum(2.5))
+    with pytest.raises(ValueError, match="PREMUL_SUM is for"), _coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor, premul_sum(2.5))
+    dist.all_reduce(tensors[0])
+    ctx.equal(tensors[0].unique().tolist(), [ctx.size])
+
+
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+@pytest.mark.worlds(2)
+def test_premul_sum_of_integers_is_refused(world, mycoll_only):
+    world.run(refused_in_a_bucket)
 
 
 # --- reduce

@@ -36,6 +36,7 @@ void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
   const at::ScalarType type = tensors.front().scalar_type();
   const at::Tensor bucket =
       emptyElements(static_cast<int64_t>(bytes / tensors.front().itemsize()), type);
+  Call& call = request.addReduction(OpKind::kAllReduce, bucket, op);  // refuses ops first
   const Span span = writable(bucket);
   int64_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -43,7 +44,6 @@ void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
     request.copyBacks.emplace_back(bucket, tensor, offset);
     offset += static_cast<int64_t>(tensor.nbytes());
   }
-  Call& call = request.addReduction(OpKind::kAllReduce, bucket, op);
   call.in.push_back(span);
   call.out.push_back(span);
   request.keep.add(bucket);

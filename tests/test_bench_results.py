@@ -65,44 +65,26 @@ class TestCompare:
         changed = [rows[0], self.slowed(rows[1], 1.3), self.slowed(rows[2], 0.5)]
         after = self.write(tmp_path / "b.jsonl", changed)
         assert main(["compare", before, after]) == 0
-        assert main(["compare", before, after, "--fail"]) == 1
         said = capsys.readouterr().out
         assert "slower  all_reduce 4 KiB gloo" in said
         assert "faster  broadcast 1 KiB gloo" in said
         assert "1 faster, 1 slower, 1 the same" in said
-        assert main(["compare", before, before, "--fail"]) == 0
 
     def test_nothing_to_compare_is_no_success(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before = self.write(tmp_path / "a.jsonl", [example_row()])
         after = self.write(tmp_path / "b.jsonl", [example_row(size=8)])
-        assert main(["compare", before, after, "--fail"]) == 2
+        assert main(["compare", before, after]) == 2
         assert "no row in common" in capsys.readouterr().err
-        assert main(["compare", before, before, "--fail", "--relative-to", "glooo"]) == 2
+        assert main(["compare", before, before, "--relative-to", "glooo"]) == 2
         assert "'glooo'" in capsys.readouterr().err
-
-    def test_wrong_or_missing_is_worse_than_slow(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        other = example_row(contender="other", size=8)
-        rows = [example_row(), example_row(size=4096), other]
-        before = self.write(tmp_path / "a.jsonl", rows)
-        wrong = self.write(tmp_path / "b.jsonl", [*rows[:2], replace(other, wrong=3)])
-        fewer = self.write(tmp_path / "c.jsonl", [rows[0], other])
-        without_other = self.write(tmp_path / "d.jsonl", rows[:2])
-        assert main(["compare", before, wrong, "--fail"]) == 1
-        assert "wrong   all_reduce 8 B other  3 elements" in capsys.readouterr().out
-        assert main(["compare", before, fewer, "--fail"]) == 1
-        assert "missing all_reduce 4 KiB gloo" in capsys.readouterr().out
-        assert main(["compare", before, fewer]) == 0
-        assert main(["compare", before, without_other, "--fail"]) == 0
 
     def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         rows = [example_row(), example_row(size=4096)]
         before = self.write(tmp_path / "a.jsonl", rows)
         after = self.write(tmp_path / "b.jsonl", [rows[0], self.slowed(rows[1], 2.0)])
-        assert main(["compare", before, after, "--json", "--fail"]) == 1
+        assert main(["compare", before, after, "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         (change,) = said["changes"]
         assert change["row"] == "all_reduce 4 KiB gloo" and change["verdict"] == "slower"
@@ -110,13 +92,6 @@ class TestCompare:
         assert change["value"] == pytest.approx(2.0)
         counts = {key: said[key] for key in ("faster", "slower", "same", "unsure")}
         assert counts == {"faster": 0, "slower": 1, "same": 1, "unsure": 0}
-        assert said["broken"] == []
-        assert main(["compare", before, after, "--json", "--all"]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert [each["verdict"] for each in said["changes"]] == ["same", "slower"]
-        fewer = self.write(tmp_path / "c.jsonl", rows[:1])
-        assert main(["compare", before, fewer, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["broken"] == ["missing all_reduce 4 KiB gloo"]
 
     def test_few_rounds_prove_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,7 +99,7 @@ class TestCompare:
         few = example_row(rounds_us=[100.0] * 5)
         before = self.write(tmp_path / "a.jsonl", [few])
         after = self.write(tmp_path / "b.jsonl", [self.slowed(few, 9.0)])
-        assert main(["compare", before, after, "--fail"]) == 2
+        assert main(["compare", before, after]) == 0
         said = capsys.readouterr().out
         assert "unsure" in said and "too few rounds" in said and "[" not in said
 

@@ -13,10 +13,7 @@ from mycoll.bench.report import read_results
 from mycoll.bench.result import Interval, Row, unpaired_ratio
 
 _Key = tuple[str, int, str, str, int, str, int]
-_SLOWER = 1
 _BAD_USE = 2
-
-
 _COLOURS = {"faster": "green", "slower": "red", "same": "dim", "unsure": "yellow"}  # by verdict
 
 
@@ -80,15 +77,6 @@ def compare(
     return changes
 
 
-def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """Rows that are worse than slow: wrong results, and those that the subject no longer has."""
-    subject = next((row.contender for row in before if row.contender_kind == "backend"), "")
-    measured = {_key(row) for row in after}
-    gone = [row for row in before if row.contender == subject and _key(row) not in measured]
-    wrong = [f"wrong   {_name(row)}  {row.wrong} elements" for row in after if row.wrong]
-    return [*wrong, *(f"missing {_name(row)}" for row in gone)]
-
-
 def compare_main(argv: Sequence[str]) -> int:
     """Runs `mycoll bench compare` with these words; returns the exit code."""
     parser = Parser(
@@ -101,10 +89,7 @@ def compare_main(argv: Sequence[str]) -> int:
     text = "compare times in units of a backend that is in both runs: two runs on a busy machine "
     text += "differ by more than two backends in one run"
     parser.add_argument("--relative-to", default="", metavar="BACKEND", help=text)
-    parser.add_argument("--all", action="store_true", help="also show what stayed the same")
     parser.add_argument("--json", action="store_true", help="for programs")
-    text = "exit with 1 if anything is slower, wrong, or missing of the first backend"
-    parser.add_argument("--fail", action="store_true", help=text)
     found = parser.parse_args(list(argv))
     try:
         (old_header, old_rows) = read_results(found.before)
@@ -117,17 +102,16 @@ def compare_main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as cause:
         print(f"mycoll bench compare: {cause}", file=sys.stderr)
         return _BAD_USE
-    broken = _broken(old_rows, new_rows)
     count = {verdict: sum(each.verdict == verdict for each in changes) for verdict in _COLOURS}
-    shown = [each for each in changes if each.verdict != "same" or found.all]
+    shown = [each for each in changes if each.verdict != "same"]
     if found.json:
         rows = [{"row": _name(c.after), "verdict": c.verdict, **asdict(c.ratio)} for c in shown]
-        print(json.dumps({"changes": rows, "broken": broken, **count}, indent=2))
+        print(json.dumps({"changes": rows, **count}, indent=2))
     else:
         for name in ("machine", "versions", "device", "hot"):
             _warn_of_difference(name, old_header.get(name), new_header.get(name))
-        for line in [*map(_line, shown), *(paint(each, "red") for each in broken)]:
-            print(line)
+        for change in shown:
+            print(_line(change))
         unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
         print(
             f"# {count['faster']} faster, {count['slower']} slower, {count['same']} the same "
@@ -136,11 +120,7 @@ def compare_main(argv: Sequence[str]) -> int:
         )
         if count["unsure"]:
             print(f"# {count['unsure']} with too few rounds to say")
-    if not found.fail:
-        return 0
-    if count["slower"] or broken:
-        return _SLOWER
-    return _BAD_USE if count["unsure"] == len(changes) else 0
+    return 0
 
 
 def _warn_of_difference(name: str, old: object, new: object) -> None:

@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 from mycoll import _leaving
-from mycoll._gloo import real_gloo
-from mycoll._groups import unwrapped
 from mycoll._native import native_module
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.options import Options
@@ -204,16 +202,7 @@ def _new_group(name: str, options: Options) -> Group:
     patience = datetime.timedelta(seconds=options.timeout_seconds)
     group = dist.new_group(backend=name.split("#")[0], timeout=patience)
     assert isinstance(group, Group)
-    _check_name(name.split("#")[0], group)
     return group
-
-
-def _check_name(name: str, group: Group) -> None:
-    """Refuses a group that is another backend's, as the environment may make it."""
-    backend = unwrapped(group._get_backend(torch.device("cpu")))
-    actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
-    if name in ("gloo", "mycoll") and actual != name:
-        raise RuntimeError(f"a group called {name} is {actual} in this process")
 
 
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:

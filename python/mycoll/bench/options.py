@@ -28,17 +28,10 @@ _MOST_SIZES = 10_000
 # nccl-tests' names beside torch's own.
 _DTYPE_ALIASES = {
     "float": "float32",
-    "fp32": "float32",
     "double": "float64",
-    "fp64": "float64",
     "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "bfloat": "bfloat16",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
-    "int": "int32",
-    "long": "int64",
 }
 
 

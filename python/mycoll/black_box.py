@@ -21,6 +21,8 @@ from typing import Any
 
 MAGIC = b"mycollBB"
 LINK = "/memfd:mycoll.black_box"
+NOBODY = "no mycoll processes of this user on this host"
+NOT_THOSE = "no such mycoll process of this user on this host; `mycoll status` shows all"
 MESSAGES = ("send", "recv", "put", "signal", "wait_signal")
 
 
@@ -229,21 +231,16 @@ def read(pid: int) -> Process | None:
     return None
 
 
-class TraceError(ValueError):
-    """A file that is no trace; the message says which, and why."""
-
-
 def load(path: Path) -> Process:
     """Reads a trace.
 
     Raises:
-        TraceError: The file is none.
+        ValueError: The file is none; the message says which, and why.
     """
     try:
-        data = path.read_bytes()
-        return _Box(data).process()
+        return _Box(path.read_bytes()).process()
     except (OSError, *_MALFORMED) as error:
-        raise TraceError(f"{path} is not a trace: {error}") from error
+        raise ValueError(f"{path} is not a trace: {error}") from error
 
 
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError)
@@ -432,7 +429,7 @@ def load_all(paths: list[Path]) -> tuple[list[Process], list[str]]:
         for file in files:
             try:
                 processes.append(load(file))
-            except TraceError as error:
+            except ValueError as error:
                 problems.append(str(error))
     return sorted(processes, key=lambda each: each.rank), problems
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mycoll import _terminal, _units, black_box, status
+from mycoll import _terminal, _units, black_box
 from mycoll.black_box import Counts, Group, Process
 
 # Operations of groups that are gone are still counted, so that a sum over groups never falls.
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
         processes = black_box.find()
         print(as_text(processes), end="")
         if not processes:
-            print(f"mycoll metrics: {status.NOBODY}", file=sys.stderr)
+            print(f"mycoll metrics: {black_box.NOBODY}", file=sys.stderr)
         return 0 if processes else 1
     try:
         write(parsed.file)

@@ -10,18 +10,15 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mycoll import _terminal, _units, black_box
+from mycoll import _terminal, _units, black_box, trace
 from mycoll._terminal import folded, table
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Members, Operation, Process
+from mycoll.black_box import Group, Process
 
-NOT_RUNNING = {"T": "stopped", "t": "in a debugger", "Z": "ended", "D": "in the kernel"}
-NOBODY = "no mycoll processes of this user on this host"
-NOT_THOSE = "no such mycoll process of this user on this host; `mycoll status` shows all"
 # Waiting for so long is worth a sentence.
 LONG_SECONDS = 2.0
 
@@ -41,7 +38,8 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument("--watch", nargs="?", type=_units.seconds, **every, help=text)
     parsed = parser.parse_args(list(words))
     show = as_json if parsed.json else as_text
-    nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
+    chosen = parsed.pid or parsed.job
+    nobody = black_box.NOT_THOSE if chosen else black_box.NOBODY
     if parsed.watch is None:
         found = black_box.find(parsed.pid, parsed.job)
         print(show(found) or nobody)
@@ -94,24 +92,16 @@ def as_text(processes: list[Process]) -> str:
             groups: Sequence[Group | None] = used or process.groups[:1] or [None]
             rows += [row_of(process, group, members) for group in groups]
         lines += table(rows)
-        lines += without_calls(members)
-        found = list(findings(members))
+        lines += trace.without_calls(members)
+        found = findings(members)
         lines += ["", *(line for each in found for line in folded(each)), ""] if found else [""]
     return "\n".join(lines).rstrip()
-
-
-def without_calls(members: list[Process]) -> list[str]:
-    """A line for all groups in which no rank has called anything, folded; or none."""
-    groups = [group for each in members for group in each.groups]
-    used = {group.title for group in groups if group.is_used}
-    unused = [title for title in dict.fromkeys(each.title for each in groups) if title not in used]
-    return folded(f"groups without calls: {', '.join(unused)}") if unused else []
 
 
 def row_of(process: Process, group: Group | None, members: list[Process]) -> tuple[str, ...]:
     """The row of the table for a group of a process."""
     # Running or sleeping says nothing about a rank.
-    first = (str(process.rank), str(process.pid), NOT_RUNNING.get(process.state, ""))
+    first = (str(process.rank), str(process.pid), trace.NOT_RUNNING.get(process.state, ""))
     if group is None:
         return (*first, "-", "", "", "in no group")
     if group.phase == "failed":
@@ -134,16 +124,6 @@ def row_of(process: Process, group: Group | None, members: list[Process]) -> tup
     return (*first, group.title, since, waits, f"{operation.call()}{site}")
 
 
-def peers(group: Group, processes: list[Process]) -> Members:
-    """The same group in the processes that were read, by its rank there."""
-    return {
-        other.rank: (process, other)
-        for process in processes
-        for other in process.groups
-        if other.context == group.context
-    }
-
-
 def waits_for(group: Group, processes: list[Process]) -> list[int]:
     """Ranks of the group that its current collective waits for here.
 
@@ -153,54 +133,14 @@ def waits_for(group: Group, processes: list[Process]) -> list[int]:
     current = group.current()
     if current is None:
         return []
-    known = peers(group, processes)
-    behind = {rank for rank, (_, other) in known.items() if other.submitted <= current.sequence}
+    everywhere = (each for process in processes for each in process.groups)
+    known = {each.rank: each.submitted for each in everywhere if each.context == group.context}
+    behind = {rank for rank, submitted in known.items() if submitted <= current.sequence}
     behind |= {rank for rank in group.waits_for if rank not in known}
     return sorted(behind or set(group.waits_for))
 
 
-def findings(processes: list[Process]) -> Iterator[str]:
-    """Yields which rank waits for which: a sentence for each group in which a rank waits long."""
-    by_rank = {each.rank: each for each in processes}
-    groups = {group.context: group for each in processes for group in each.groups}
-    for _, some in sorted(groups.items()):
-        known = peers(some, processes)
-        waiting: list[tuple[float, Group, Operation]] = []
-        for process, group in known.values():
-            current = group.current()
-            if current is not None and process.taken - current.enqueued > LONG_SECONDS:
-                waiting.append((process.taken - current.enqueued, group, current))
-        if not waiting:
-            continue
-        waited, group, operation = max(waiting, key=lambda each: each[0])
-        ranks = ", ".join(str(each.to_global(each.rank)) for _, each, _ in waiting)
-        missing = waits_for(group, processes)
-        yield (
-            f"group {group.title}: {operation.call()} has waited {show_seconds(waited)} on rank "
-            + ranks
-            + ("" if missing else "; all ranks that can be seen from here have called it")
-        )
-        for rank in missing:
-            number = group.to_global(rank)
-            yield f"  rank {number} {absence(rank, known, by_rank.get(number))}"
-
-
-def absence(rank: int, known: Members, there: Process | None = None) -> str:
-    """Why a rank is missing; `there` is a process that has its number, and not the group."""
-    if rank not in known and there is not None:
-        return f"(pid {there.pid}) has left the group, or has not made it yet"
-    if rank not in known:
-        return "has not called it; it does not run on this host, or has ended"
-    process, group = known[rank]
-    state = NOT_RUNNING.get(process.state)
-    text = f"(pid {process.pid}) has not called it" + (f": it is {state}" if state else "")
-    busy = [(each, current) for each in process.groups if (current := each.busy_with())]
-    last = group.last()
-    if busy:
-        other, operation = busy[0]
-        text += f"; it is in {operation.call()} of group {other.title}"
-    elif last is not None and last.ended is not None:
-        text += f"; its last was {last.call()}, {show_seconds(process.taken - last.ended)} ago"
-    else:
-        text += "; it has called nothing yet"
-    return text if state else f"{text} (its Python: py-spy dump --pid {process.pid})"
+def findings(processes: list[Process]) -> list[str]:
+    """What has waited for long in these processes of a world, and for which ranks, in lines."""
+    found = [each for each in trace.analyse(processes) if each.waited > LONG_SECONDS]
+    return [line for each in found for line in each.text.splitlines()]

@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mycoll import _terminal, black_box, status, timeline
+from mycoll import _terminal, black_box, timeline
 from mycoll._units import show_seconds
 from mycoll.black_box import Members, Operation, Process, default_folder, load_all
+
+NOT_RUNNING = {"T": "stopped", "t": "in a debugger", "Z": "ended", "D": "in the kernel"}
 
 Calls = dict[int, Operation]  # by rank in the group
 
@@ -30,6 +32,7 @@ class Finding:
     text: str
     sequence: int = -1
     ranks: list[int] = field(default_factory=list)  # of the job: those to look at
+    waited: float = 0.0  # seconds
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     if parsed.live:
         found = black_box.find(job=parsed.job)
         if not found:
-            problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
+            problems.append(black_box.NOT_THOSE if parsed.job else black_box.NOBODY)
     elif parsed.trace or default_folder().is_dir():
         found, problems = load_all(parsed.trace or [default_folder()])
     else:
@@ -109,11 +112,19 @@ def as_text(processes: list[Process], results: list[Finding]) -> str:
         calls = sum(len(each.operations) for _, each in members.values())
         if calls:
             lines.append(f"group {name}: {group.ranks} ranks, {calls} calls remembered")
-    lines += [*status.without_calls(processes), ""]
+    lines += [*without_calls(processes), ""]
     lines += [line for each in results for line in each.text.splitlines()]
     if not results:
         lines.append("no difference in what they remember, and nothing waits")
     return "\n".join(part for line in lines for part in _terminal.folded(line) or [""])
+
+
+def without_calls(processes: list[Process]) -> list[str]:
+    """A line for all groups in which no rank has called anything, folded; or none."""
+    groups = [group for each in processes for group in each.groups]
+    used = {group.title for group in groups if group.is_used}
+    unused = [title for title in dict.fromkeys(each.title for each in groups) if title not in used]
+    return _terminal.folded(f"groups without calls: {', '.join(unused)}") if unused else []
 
 
 def by_title(processes: list[Process]) -> dict[str, Members]:
@@ -132,8 +143,9 @@ def by_title(processes: list[Process]) -> dict[str, Members]:
 
 def analyse(processes: list[Process]) -> Iterator[Finding]:
     """Yields what differs between the processes of a world, what is missing, and what failed."""
+    by_rank = {each.rank: each for each in processes}
     for name, members in by_title(processes).items():
-        found = [*_first_difference(name, members), *_open_messages(name, members)]
+        found = [*_first_difference(name, members, by_rank), *_open_messages(name, members)]
         absent = _without_trace(name, members)
         failures = _failures(name, members)
         if found or failures:
@@ -142,7 +154,9 @@ def analyse(processes: list[Process]) -> Iterator[Finding]:
         yield from failures
 
 
-def _first_difference(name: str, members: Members) -> Iterator[Finding]:
+def _first_difference(
+    name: str, members: Members, by_rank: dict[int, Process]
+) -> Iterator[Finding]:
     """The first collective that not all ranks did alike; what follows it means nothing."""
     calls = {
         rank: {each.sequence: each for each in group.collectives()}
@@ -153,15 +167,13 @@ def _first_difference(name: str, members: Members) -> Iterator[Finding]:
     last = max((max(each) for each in calls.values() if each), default=-1)
     for sequence in range(first, last + 1):
         here = {rank: each[sequence] for rank, each in calls.items() if sequence in each}
-        absent = [rank for rank in members if rank not in here]
-        if here and (different := _difference(name, sequence, here, members)):
+        if not here:
+            continue
+        if different := _difference(name, sequence, here, members):
             yield different
             return
-        if here and absent:
-            yield _absence(name, sequence, here, absent, members)
-            return
-        if waiting := {rank: op for rank, op in here.items() if op.state != "done"}:
-            yield _unfinished(name, sequence, here, waiting, members)
+        if len(here) < len(members) or any(each.state != "done" for each in here.values()):
+            yield _stuck(name, sequence, here, members, by_rank)
             return
 
 
@@ -191,44 +203,53 @@ def signature(operation: Operation) -> str:
     return operation.describe() + sizes
 
 
-def _absence(name: str, sequence: int, here: Calls, absent: list[int], members: Members) -> Finding:
-    some = next(iter(here.values()))
-    lines = [
-        f"group {name}, call #{sequence}: "
-        f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not",
-        f"  {some.describe()}{_at(here.values())}",
-    ]
-    for rank in absent:
-        process, group = members[rank]
-        last = next(reversed(group.collectives()), None)
-        if last is None:
-            lines.append(f"  rank {process.rank} has called nothing in this group")
-        else:
-            ago = show_seconds(process.taken - (last.ended or last.enqueued))
-            lines.append(f"  rank {process.rank}: its last was {last.call()}, {ago} before")
-        for other in process.groups:
-            busy = other.busy_with()
-            if other is not group and busy is not None:
-                lines.append(f"  rank {process.rank} is in {busy.call()} of {other.title}")
-    return Finding("absent", name, "\n".join(lines), sequence, _globals(absent, members))
-
-
-def _unfinished(name: str, sequence: int, here: Calls, waiting: Calls, members: Members) -> Finding:
-    some = next(iter(waiting.values()))
-    missing = {
-        rank
-        for index in waiting
-        for rank in members[index][1].waits_for
-        if rank not in here or here[rank].state == "done"
-    }
+def _stuck(
+    name: str, sequence: int, here: Calls, members: Members, by_rank: dict[int, Process]
+) -> Finding:
+    """A call that is not over, or that some ranks have not called."""
+    waiting = {rank: each for rank, each in here.items() if each.state != "done"}
+    ends = {rank: each.ended or members[rank][0].taken for rank, each in waiting.items()}
+    waited = max((ends[rank] - each.enqueued for rank, each in waiting.items()), default=0.0)
     _, group = next(iter(members.values()))
-    nowhere = [rank for rank in range(group.ranks) if rank not in members]
-    blamed = sorted(missing) or nowhere
-    text = f"group {name}, call #{sequence}: not over on rank {_numbers(list(waiting), members)}"
-    if blamed:
-        text += f", waits for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
-    text += f"\n  {some.describe()}{_at([some])}"
-    return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
+    blamed = sorted(rank for rank in members if rank not in here)
+    kind = "absent" if blamed else "unfinished"
+    if not blamed:
+        seen = {rank for index in waiting for rank in members[index][1].waits_for}
+        blamed = sorted(seen - here.keys())
+    blamed = blamed or [rank for rank in range(group.ranks) if rank not in members]
+    came = waiting or here
+    state = f"has waited {show_seconds(waited)}" if waiting else "is over"
+    text = f"group {name}: {next(iter(came.values())).call()} {state} on rank "
+    lines = [text + _numbers(list(came), members) + _at(came.values())]
+    numbers = {rank: group.to_global(rank) for rank in blamed}
+    for rank, number in numbers.items():
+        lines.append(f"  rank {number} {absence(rank, members, by_rank.get(number))}")
+    if not blamed:
+        lines.append("  all ranks have called it")
+    return Finding(kind, name, "\n".join(lines), sequence, [*numbers.values()], waited)
+
+
+def absence(rank: int, members: Members, there: Process | None = None) -> str:
+    """Why a rank is missing; `there` is a process that has its number, and not the group."""
+    if rank not in members and there is not None:
+        return f"(pid {there.pid}) has left the group, or has not made it yet"
+    if rank not in members:
+        return "is not among these processes: it is on another host, or has ended"
+    process, group = members[rank]
+    state = NOT_RUNNING.get(process.state)
+    text = f"(pid {process.pid}) has not called it" + (f": it is {state}" if state else "")
+    busy = [(each, current) for each in process.groups if (current := each.busy_with())]
+    last = group.last()
+    if busy:
+        other, operation = busy[0]
+        text += f"; it is in {operation.call()} of group {other.title}"
+    elif last is not None:
+        ago = show_seconds(process.taken - (last.ended or last.enqueued))
+        text += f"; its last was {last.call()}, {ago} ago"
+    else:
+        text += "; it has called nothing yet"
+    runs = process.state and not state
+    return f"{text} (its Python: py-spy dump --pid {process.pid})" if runs else text
 
 
 def _open_messages(name: str, members: Members) -> Iterator[Finding]:
@@ -237,17 +258,18 @@ def _open_messages(name: str, members: Members) -> Iterator[Finding]:
         for operation in group.operations:
             if not operation.is_message or operation.state == "done":
                 continue
-            waited = show_seconds((operation.ended or process.taken) - operation.enqueued)
+            waited = (operation.ended or process.taken) - operation.enqueued
             other = [] if operation.peer < 0 else [group.to_global(operation.peer)]
             peer = f"rank {other[0]}" if other else "any rank"
             way = "to" if operation.kind == "send" else "from"
             yield Finding(
                 "message",
                 name,
-                f"group {name}: rank {process.rank} has waited {waited} in {operation.kind} {way} "
-                f"{peer} with tag {operation.tag}",
+                f"group {name}: rank {process.rank} has waited {show_seconds(waited)} in "
+                f"{operation.kind} {way} {peer} with tag {operation.tag}",
                 operation.sequence,
                 other,
+                waited,
             )
 
 

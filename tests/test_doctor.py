@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from mycoll import doctor
@@ -132,16 +131,6 @@ def test_hostname(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     assert "/etc/hosts" in only(doctor.check_network).fix
-
-
-def test_files_of_variables(tmp_path: Path):
-    assert not list(doctor.file_of("MYCOLL_TRACE_FILE", tmp_path / "rank_%r"))
-    assert not list(doctor.file_of("MYCOLL_TRACE_FILE", Path("off")))
-    assert not list(doctor.file_of("MYCOLL_LOG_FILE", Path("/nonexistent/%h/log")))
-    (finding,) = doctor.file_of("MYCOLL_LOG_FILE", Path("/nonexistent/x.log"))
-    assert finding.fix.startswith("mkdir -p /nonexistent")
-    (finding,) = doctor.file_of("MYCOLL_SECRET_FILE", tmp_path / "none")
-    assert "cannot be read" in finding.text
 
 
 def test_descriptors(monkeypatch):

@@ -199,27 +199,11 @@ def check_variables() -> Iterator[Result]:
     rows = [entry for entry in native().environment() if entry["source"] != "default"]
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Result("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
-    for entry in rows:
-        yield from file_of(str(entry["name"]), Path(str(entry["value"])))
     if _gloo.is_replaced():
         yield Result("variables", "mycoll is in gloo's place: groups called gloo are mycoll's")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"
         yield Result("variables", "CPU tensors go over torch's gloo", WARN, fix)
-
-
-WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_TRACE_FILE")
-
-
-def file_of(variable: str, path: Path) -> Iterator[Result]:
-    """Whether the file that a variable names can be written, before a run depends on it."""
-    folder = path.parent
-    if variable in WRITTEN and str(path) not in ("", "off", ".") and "%" not in str(folder):
-        if not os.access(folder, os.W_OK | os.X_OK):
-            text = f"{variable}={path}: cannot write in {folder}"
-            yield Result("variables", text, WARN, f"mkdir -p {folder}, or another place")
-    elif variable == "MYCOLL_SECRET_FILE" and not os.access(path, os.R_OK):
-        yield Result("variables", f"{variable}={path} cannot be read", WARN, "see its permissions")
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -339,7 +323,7 @@ def check_transports() -> Iterator[Result]:
             yield Result("self-test", f"{name}: {cause}", FAIL, fix)
             continue
         wrong, (_, used, cipher, copies) = sum(number for number, *_ in reports), reports[0]
-        text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
+        text = f"{name}: all_reduce, broadcast, all_gather, send and recv: {wrong} wrong"
         text += f", encrypted: {cipher}" if cipher else ""
         if wrong:
             fix = "report this to mycoll's authors; until then MYCOLL_CPU=gloo"
@@ -366,42 +350,24 @@ def describe_copies(copies: list[tuple[str, int, int, float, float, bool]]) -> s
 
 
 def self_test() -> tuple[int, str, str, list[tuple[str, int, int, float, float, bool]]]:
-    """Runs some operations on a rank; returns how many elements were wrong, the transport, its
-    encryption and what was measured about single copies."""
+    """Runs some operations on one of two ranks; returns how many elements were wrong, the
+    transport, its encryption and what was measured about single copies."""
     import torch
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    numel = MIB // 4
-    ramp = torch.arange(numel, dtype=torch.float32) % 1021
-    wrong = 0
-    for turn in range(20):
-        values = ramp + rank + turn
-        dist.all_reduce(values)
-        expected = size * (ramp + turn) + size * (size - 1) / 2
-        wrong += int((values != expected).sum())
-
-    everyone = [torch.empty(1000) for _ in range(size)]
-    dist.all_gather(everyone, torch.full((1000,), float(rank)))
-    wrong += sum(int((part != other).sum()) for other, part in enumerate(everyone))
-
-    received = torch.empty(numel)
-    sending = dist.isend(ramp + rank, (rank + 1) % size)
-    dist.recv(received, (rank - 1) % size)
-    assert sending is not None
-    sending.wait()
-    wrong += int((received != ramp + (rank - 1) % size).sum())
-
-    for bytes_each in (MIB // 16, MIB, 16 * MIB):
-        tensor = torch.zeros(bytes_each // 4)
-        dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
+    rank, wrong = dist.get_rank(), 0
+    for numel in 4 * (MIB // 64, MIB // 4, 4 * MIB):
+        ramp = torch.arange(numel, dtype=torch.float32) % 1021
+        total, copy, message = ramp + rank, ramp * (1 - rank), ramp * rank
+        parts = [torch.empty_like(ramp) for _ in range(2)]
+        dist.all_reduce(total)
+        dist.broadcast(copy, 0)
+        dist.all_gather(parts, ramp + rank)
         for _ in range(16):  # enough to measure messages
-            if rank == 1:
-                dist.send(tensor, 0)
-            elif rank == 0:
-                dist.recv(tensor, 1)
+            dist.send(message, 0) if rank == 1 else dist.recv(message, 1)
+        results = [(total, 2 * ramp + 1), (copy, ramp), (message, ramp)]
+        results += [(parts[0], ramp), (parts[1], ramp + 1)]
+        wrong += sum(int((found != expected).sum()) for found, expected in results)
     group: Any = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     return wrong, backend.transport(), backend.encryption(), native()._single_copies()

@@ -32,13 +32,14 @@ def quick_start(monkeypatch):
     start.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
     server = forkserver._forkserver._forkserver_pid
-    init = launch._Job.__init__
+    process = start.Process
 
-    def child_of_server(self, rank, nprocs, port, backend, parent, payload):
-        init(self, rank, nprocs, port, backend, server, payload)
+    def child_of_server(args, **more):  # ranks end with their parent
+        call, _, sender = args
+        return process(args=(call, server, sender), **more)
 
     monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: start)
-    monkeypatch.setattr(launch._Job, "__init__", child_of_server)  # they end with their parent
+    monkeypatch.setattr(start, "Process", child_of_server)
 
 
 def add_ranks(start):

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -148,8 +149,9 @@ def _spawn(
     try:
         for rank in range(nprocs):
             receiver, sender = context.Pipe(duplex=False)
-            job = _Job(rank, nprocs, store.port, backend, os.getpid(), payload)
-            process = context.Process(target=_run, args=(job, sender), name=f"mycoll rank {rank}")
+            call = partial(_call, rank, nprocs, store.port, backend, payload)
+            words = (call, os.getpid(), sender)
+            process = context.Process(target=_run, args=words, name=f"mycoll rank {rank}")
             with _starting, _environment(env), _without_phantom_script():
                 process.start()
             sender.close()  # now only the child holds it: its death is an end of file
@@ -304,23 +306,13 @@ def _pack(content: Any, fn: Callable[..., Any], what: str = "") -> bytes:
 # --- in a rank ------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Job:
-    rank: int
-    nprocs: int
-    port: int
-    backend: str
-    parent: int
-    payload: bytes
-
-
-def _run(job: _Job, sender: Connection) -> None:
+def _run(call: Callable[[], bytes], parent: int, sender: Connection) -> None:
     # A rank does not outlive its parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != job.parent:  # it has ended already
+    if os.getppid() != parent:  # it has ended already
         raise SystemExit(128 + signal.SIGTERM)
     try:
-        result = _call(job)
+        result = call()
     except BaseException as error:
         when = time.monotonic()
         error.__traceback__ = _below_this_file(error.__traceback__)
@@ -338,17 +330,17 @@ def _run(job: _Job, sender: Connection) -> None:
     sender.close()
 
 
-def _call(job: _Job) -> bytes:
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(job.rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(job.nprocs)
+def _call(rank: int, nprocs: int, port: int, backend: str, payload: bytes) -> bytes:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(nprocs)
     import torch
     import torch.distributed as dist
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.nprocs))
-    fn, args = pickle.loads(job.payload)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.nprocs)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nprocs))
+    fn, args = pickle.loads(payload)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=nprocs)
     result = _pack(fn(*args), fn, "the result of ")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,7 +9,6 @@ import pytest
 from faults import deaths, elastic, lifecycle, strangers
 from faults.harness import Stage
 from mycoll import __main__ as command_line
-from mycoll import faults as verb
 from worlds import warm
 
 PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
@@ -48,5 +47,5 @@ def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
 
 def test_the_verb_is_listed_in_a_checkout_only(tmp_path, monkeypatch) -> None:
     assert "faults" in command_line.known_verbs()
-    monkeypatch.setattr(verb, "TESTS", tmp_path)
+    monkeypatch.setattr(command_line, "TESTS", tmp_path)
     assert "faults" not in command_line.known_verbs()

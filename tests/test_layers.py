@@ -166,12 +166,12 @@ _create
 groups replace rendezvous launch
 elastic
 black_box
-status timeline metrics trace explain doctor
+timeline metrics trace status explain doctor
 bench.options bench.result bench.plot bench.report bench.compare
 bench.world bench.arena bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
 bench.run bench bench.__main__
-demo_training demo faults
+demo_training demo
 adapters adapters.torchft
 _registration __init__ __main__
 """

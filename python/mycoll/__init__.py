@@ -63,29 +63,15 @@ __all__ = [
 
 # The modules of names that are imported when they are used first.
 _MODULES = {
-    "ElasticGroup": "mycoll.elastic",
-    "Endpoint": "mycoll.groups",
-    "SpawnError": "mycoll.launch",
-    "deregister_mem_pool": "mycoll.memory",
-    "empty": "mycoll.shared",
-    "empty_like": "mycoll.shared",
-    "log_to_python": "mycoll._log",
-    "nccl_mem_pool": "mycoll.memory",
-    "new_window": "mycoll.windows",
-    "process_group": "mycoll.groups",
-    "register_mem_pool": "mycoll.memory",
-    "shared_tensors": "mycoll.shared",
-    "spawn": "mycoll.launch",
-    "zeros": "mycoll.shared",
+    "_C": "ArgumentError Options PutOptions SignalOptions WaitSignalOptions Window",
+    "_log": "log_to_python",
+    "elastic": "ElasticGroup",
+    "groups": "Endpoint process_group",
+    "launch": "SpawnError spawn",
+    "memory": "deregister_mem_pool nccl_mem_pool register_mem_pool",
+    "shared": "empty empty_like shared_tensors zeros",
+    "windows": "new_window",
 }
-_NATIVE = (
-    "ArgumentError",
-    "Options",
-    "PutOptions",
-    "SignalOptions",
-    "WaitSignalOptions",
-    "Window",
-)
 
 if not is_called_later():
     autoload()
@@ -112,10 +98,10 @@ def dump_trace(path: str | PathLike[str] | None = None) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NATIVE:
-        return getattr(native(), name)
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names.split():
+            whole = native() if module == "_C" else importlib.import_module(f"mycoll.{module}")
+            return getattr(whole, name)
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -140,11 +141,9 @@ def test_variables_fit_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_is_up_to_date() -> None:
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
-    from mycoll.__main__ import environment_page
-
-    assert PAGE.read_text().strip() == environment_page().strip(), (
-        "run: ./dev python -m mycoll env --markdown > docs/environment.md"
-    )
+    script = PAGE.parent / "site/environment.py"
+    text = runpy.run_path(str(script))["environment_page"]()
+    assert PAGE.read_text().strip() == text.strip(), "run ./dev python docs/site/environment.py"
 
 
 def warned(ctx: Ctx) -> list[str]:

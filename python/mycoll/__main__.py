@@ -119,7 +119,6 @@ def show_environment(words: list[str]) -> int:
         description="Every MYCOLL_* variable with its value in this environment, and its meaning.",
     )
     parser.add_argument("--changed", action="store_true", help="only what differs from the default")
-    parser.add_argument("--markdown", action="store_true", help="as docs/environment.md")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(words)
     entries = native().environment()
@@ -127,8 +126,6 @@ def show_environment(words: list[str]) -> int:
         entries = [entry for entry in entries if entry["source"] != "default"]
     if options.json:
         print(json.dumps(entries, indent=2))
-    elif options.markdown:
-        print(environment_page())
     elif not entries:
         print("Every variable has its default value; `mycoll env` lists them.")
     else:
@@ -150,23 +147,6 @@ def show_variable(entry: dict[str, Any]) -> None:
     print(line)
     for text in _terminal.wrapped(entry["help"], 4):
         print(f"    {text}")
-
-
-def environment_page() -> str:
-    """docs/environment.md; a test holds the file against this."""
-    lines = [
-        "# Environment variables",
-        "",
-        "Read when a process makes its first group, and kept. `mycoll env` shows the values in",
-        "force. Written by `mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
-        "",
-        "| Variable | Default | Meaning |",
-        "|---|---|---|",
-    ]
-    for entry in native().environment():
-        default = f"`{entry['default']}`" if entry["default"] else ""
-        lines.append(f"| `{entry['name']}` | {default} | {' '.join(entry['help'].split())} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

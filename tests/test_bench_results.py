@@ -176,7 +176,7 @@ class TestReport:
         assert paired_ratio(times, times).low is None
         assert unpaired_ratio(times, [*times, 6.0]).high is None
         few = example_row(rounds_us=times)
-        line = table_line(replace(few, contender="other").compared_to(few))
+        line = table_line(compared([few, replace(few, contender="other")], "gloo")[1])
         assert line.endswith("other        1x slower")
 
     def test_ratios_are_to_the_first_backend_or_to_none(self) -> None:

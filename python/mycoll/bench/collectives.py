@@ -32,22 +32,6 @@ _REDOPS = {
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One set of buffers of a case; `target` is `source` where torch works in place."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    world: World
-    group: Group
-    redop: dist.ReduceOp | dist.ReduceOp.RedOpType
-    root: int
-
-    def at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """The parts of a tensor, by rank; None on other ranks than the root."""
-        return list(tensor.chunk(self.world.size)) if self.world.rank == self.root else None
-
-
-@dataclass(frozen=True)
 class Collective:
     """`source` and `target`: parts of S, the size in the table: "all" is S, "part" is S / ranks.
 
@@ -61,20 +45,19 @@ class Collective:
     traffic: Callable[[int], float]
 
 
-def _sendrecv(io: Setting) -> Call:
+def _sendrecv(source: torch.Tensor, target: torch.Tensor, world: World, group: Group) -> Call:
     """Every rank sends to the next one and receives from the one before."""
-    world, group = io.world, io.group
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     if world.device.type != "cpu":
         operations = [
-            dist.P2POp(dist.isend, io.source, following, group),
-            dist.P2POp(dist.irecv, io.target, previous, group),
+            dist.P2POp(dist.isend, source, following, group),
+            dist.P2POp(dist.irecv, target, previous, group),
         ]
         return lambda: [work.wait() for work in dist.batch_isend_irecv(operations)]
 
     def exchange() -> None:
-        receiving = dist.irecv(io.target, previous, group=group)
-        sending = dist.isend(io.source, following, group=group)
+        receiving = dist.irecv(target, previous, group=group)
+        sending = dist.isend(source, following, group=group)
         assert receiving is not None and sending is not None
         sending.wait()
         receiving.wait()
@@ -82,35 +65,7 @@ def _sendrecv(io: Setting) -> Call:
     return exchange
 
 
-def _wrong(op: str, io: Setting, pattern: Pattern) -> int:
-    """Counts the elements of the target that a collective has computed wrongly."""
-    rank, elements = io.world.rank, io.target.numel()
-    if op in ("gather", "reduce") and rank != io.root:
-        return 0
-    if op in ("all_reduce", "reduce"):
-        return pattern.wrong_reduced(io.target, 0)
-    if op == "reduce_scatter":
-        return pattern.wrong_reduced(io.target, rank * elements)
-    if op in ("broadcast", "scatter"):
-        return pattern.wrong_copy(io.target, io.root, rank * elements if op == "scatter" else 0)
-    if op == "sendrecv":
-        return pattern.wrong_copy(io.target, (rank - 1) % io.world.size)
-    parts = io.target.chunk(io.world.size)
-    offset = rank * parts[0].numel() if op == "all_to_all" else 0
-    return sum(pattern.wrong_copy(part, source, offset) for source, part in enumerate(parts))
-
-
 _ONE, _OTHERS = (lambda p: 1.0), (lambda p: (p - 1) / p)
-_CALLS: dict[str, Callable[[Setting], Callable[..., object]]] = {
-    "all_reduce": lambda io: partial(dist.all_reduce, io.source, op=io.redop),
-    "broadcast": lambda io: partial(dist.broadcast, io.source, src=io.root),
-    "reduce": lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop),
-    "all_gather": lambda io: partial(_all_gather, io.target, io.source),
-    "reduce_scatter": lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop),
-    "all_to_all": lambda io: partial(dist.all_to_all_single, io.target, io.source),
-    "gather": lambda io: partial(dist.gather, io.source, io.at_root(io.target), dst=io.root),
-    "scatter": lambda io: partial(dist.scatter, io.target, io.at_root(io.source), src=io.root),
-}
 COLLECTIVES = {
     "all_reduce": Collective("all", "source", lambda p: 2 * (p - 1) / p, lambda p: 2 * p),
     "broadcast": Collective("all", "source", _ONE, lambda p: p),
@@ -124,16 +79,6 @@ COLLECTIVES = {
 }
 
 
-def _bind(op: str, io: Setting) -> Call:
-    """The call of a collective on these buffers."""
-    return _sendrecv(io) if op == "sendrecv" else partial(_CALLS[op](io), group=io.group)
-
-
-def _call_operator(name: str, io: Setting) -> Call:
-    operator = getattr(torch.ops.mycoll, name).default
-    return partial(operator, io.source, io.group.group_name)
-
-
 # mycoll's. They return their results, but for the first.
 _OPERATORS = {"all_reduce": "all_reduce_"} | {op: op for op in ("all_gather", "reduce_scatter")}
 
@@ -144,7 +89,7 @@ class CollectiveWorkload(Workload):
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
         self._kind = kind = COLLECTIVES[case.op]
-        self._bind: Callable[[Setting], Call] = partial(_bind, case.op)
+        self._operator = ""  # of torch.ops.mycoll: called in the place of torch's function
         if case.op == "sendrecv" and world.size < 2:
             raise Unsupported("sendrecv needs two ranks")
         whole = max(1, case.size // case.dtype.itemsize)
@@ -165,44 +110,86 @@ class CollectiveWorkload(Workload):
         self._arena.refill(self.case.dtype)
 
     def calls(self, group: Group) -> Sequence[Call]:
-        return [self._bind(self._setting(index, group)) for index in range(self._arena.windows)]
+        return [self._call(*self._buffers(index), group) for index in range(self._arena.windows)]
 
     def with_operators(self) -> Workload:
         """The same with torch.ops.mycoll."""
         if self.case.op not in _OPERATORS or self.case.redop not in ("none", "sum"):
             raise Unsupported("")
         found = copy.copy(self)
-        found._bind = partial(_call_operator, _OPERATORS[self.case.op])
+        found._operator = _OPERATORS[self.case.op]
         return found
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         pattern = Pattern(self.case.dtype, self.case.redop, self.world.size, seed)
-        io = self._setting(seed % self._arena.windows, group)
-        if self._kind.target != "source":
-            poison([io.target])
-        pattern.fill(io.source, self.world.rank)
-        returned = self._bind(io)()
+        source, target = self._buffers(seed % self._arena.windows)
+        if target is not source:
+            poison([target])
+        pattern.fill(source, self.world.rank)
+        returned = self._call(source, target, group)()
         if isinstance(returned, torch.Tensor):
-            io.target.copy_(returned)
+            target.copy_(returned)
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
         if plant_error:
-            spoil(io.target)
-        wrong = _wrong(self.case.op, io, pattern)
-        if self._kind.target != "source":
+            spoil(target)
+        wrong = self._wrong(target, pattern)
+        if target is not source:
             # Inputs belong to the caller: an operation that changes them is as wrong.
-            wrong += pattern.wrong_copy(io.source, self.world.rank)
+            wrong += pattern.wrong_copy(source, self.world.rank)
         return wrong
 
-    def _setting(self, index: int, group: Group) -> Setting:
-        kind, case = self._kind, self.case
-        source = self._arena.window(index, 0, self._elements[kind.source], case.dtype)
-        target = source
-        if kind.target != "source":
-            elements = self._elements[kind.target]
-            target = self._arena.window(index, self._target_offset, elements, case.dtype)
-        redop = _REDOPS.get(case.redop, dist.ReduceOp.SUM)
-        return Setting(source, target, self.world, group, redop, case.root)
+    def _buffers(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The source and the target in a window: the same where torch works in place."""
+        kind, dtype = self._kind, self.case.dtype
+        source = self._arena.window(index, 0, self._elements[kind.source], dtype)
+        if kind.target == "source":
+            return source, source
+        elements = self._elements[kind.target]
+        return source, self._arena.window(index, self._target_offset, elements, dtype)
+
+    def _call(self, source: torch.Tensor, target: torch.Tensor, group: Group) -> Call:
+        """The call on these buffers."""
+        if self._operator:
+            operator = getattr(torch.ops.mycoll, self._operator).default
+            return partial(operator, source, group.group_name)
+        op, root = self.case.op, self.case.root
+        redop = _REDOPS.get(self.case.redop, dist.ReduceOp.SUM)
+        if op == "sendrecv":
+            return _sendrecv(source, target, self.world, group)
+        if op in ("gather", "scatter"):
+            whole = target if op == "gather" else source
+            parts = list(whole.chunk(self.world.size)) if self.world.rank == root else None
+            if op == "gather":
+                return partial(dist.gather, source, parts, dst=root, group=group)
+            return partial(dist.scatter, target, parts, src=root, group=group)
+        calls: dict[str, Callable[..., object]] = {
+            "all_reduce": partial(dist.all_reduce, source, op=redop),
+            "broadcast": partial(dist.broadcast, source, src=root),
+            "reduce": partial(dist.reduce, source, dst=root, op=redop),
+            "all_gather": partial(_all_gather, target, source),
+            "reduce_scatter": partial(_reduce_scatter, target, source, op=redop),
+            "all_to_all": partial(dist.all_to_all_single, target, source),
+        }
+        return partial(calls[op], group=group)
+
+    def _wrong(self, target: torch.Tensor, pattern: Pattern) -> int:
+        """Counts the elements of the target that were computed wrongly."""
+        op, root, world = self.case.op, self.case.root, self.world
+        offset = world.rank * target.numel()
+        if op in ("gather", "reduce") and world.rank != root:
+            return 0
+        if op in ("all_reduce", "reduce"):
+            return pattern.wrong_reduced(target, 0)
+        if op == "reduce_scatter":
+            return pattern.wrong_reduced(target, offset)
+        if op in ("broadcast", "scatter"):
+            return pattern.wrong_copy(target, root, offset if op == "scatter" else 0)
+        if op == "sendrecv":
+            return pattern.wrong_copy(target, (world.rank - 1) % world.size)
+        parts = target.chunk(world.size)
+        offset = offset // world.size if op == "all_to_all" else 0
+        return sum(pattern.wrong_copy(part, source, offset) for source, part in enumerate(parts))
 
 
 class BarrierWorkload(Workload):

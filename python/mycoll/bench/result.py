@@ -36,10 +36,15 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _interval(value: float, rounds: int, draw: Callable[[], float]) -> Interval:
-    if rounds < _FEWEST_ROUNDS:
+def _bootstrap(estimate: Callable[..., float], *samples: Sequence[float]) -> Interval:
+    """An estimate from samples, which are drawn anew, each by itself, for the interval."""
+    value = estimate(*samples)
+    if min(map(len, samples)) < _FEWEST_ROUNDS:
         return Interval(value, None, None)
-    draws = sorted(draw() for _ in range(_RESAMPLES))
+    choices = random.Random(0).choices
+    draws = sorted(
+        estimate(*(choices(each, k=len(each)) for each in samples)) for _ in range(_RESAMPLES)
+    )
     tail = (1 - _CONFIDENCE) / 2 * 100
     return Interval(value, percentile(draws, tail), percentile(draws, 100 - tail))
 
@@ -49,22 +54,12 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
     Pairing takes out what disturbs both alike: a neighbour on the machine, the clock frequency.
     """
-    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
-    generator = random.Random(0)
-    count = len(ratios)
-    return _interval(median(ratios), count, lambda: median(generator.choices(ratios, k=count)))
+    return _bootstrap(median, [a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Ratio of the medians of two runs that were not measured together."""
-    generator = random.Random(0)
-
-    def draw() -> float:
-        above = median(generator.choices(numerators, k=len(numerators)))
-        return above / median(generator.choices(denominators, k=len(denominators)))
-
-    rounds = min(len(numerators), len(denominators))
-    return _interval(median(numerators) / median(denominators), rounds, draw)
+    return _bootstrap(lambda above, below: median(above) / median(below), numerators, denominators)
 
 
 # Contenders other than backends, by kind.
@@ -118,24 +113,20 @@ class Row:
         """The record of the JSON lines."""
         return {"kind": "result", **dataclasses.asdict(self)}
 
-    def compared_to(self, subject: Row) -> Row:
-        """With the ratio to the contender whose rounds lay next to these."""
-        ratio: Interval = paired_ratio(self.rounds_us, subject.rounds_us)
-        return dataclasses.replace(
-            self,
-            ratio_to=subject.contender,
-            ratio=ratio.value,
-            ratio_low=ratio.low,
-            ratio_high=ratio.high,
-        )
-
 
 def compared(rows: Sequence[Row], subject: str) -> list[Row]:
     """With ratios to the subject's row, or with none where it is not among them."""
     first = next((row for row in rows if row.contender == subject), None)
     if first is None:
         return list(rows)
-    return [row if row is first else row.compared_to(first) for row in rows]
+    found = []
+    for row in rows:
+        if row is not first:
+            ratio = paired_ratio(row.rounds_us, first.rounds_us)
+            row = dataclasses.replace(row, ratio_to=first.contender, ratio=ratio.value)
+            row = dataclasses.replace(row, ratio_low=ratio.low, ratio_high=ratio.high)
+        found.append(row)
+    return found
 
 
 def make_row(

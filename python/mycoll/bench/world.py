@@ -53,15 +53,6 @@ def _cpu_model() -> str:
     return next(models, platform.processor())
 
 
-def _cpu_quota() -> float | None:
-    """Cores a cgroup grants, where it grants less than the affinity shows."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
 def header(
     options: Options, argv: list[str], ranks: int, hosts: int, cache_bytes: int
 ) -> dict[str, Any]:
@@ -70,7 +61,6 @@ def header(
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "cpu_quota": _cpu_quota(),
         "last_level_cache_bytes": cache_bytes,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),

@@ -47,7 +47,9 @@ _SMALLEST_CELL = 512
 # small numbers.
 _TAG = 0x6F626A73
 
-_TORCHS = object()  # the answer of a function below for objects that do not travel by mycoll
+
+class _NotOurs(Exception):
+    """The objects of a call do not travel by mycoll."""
 
 
 @functools.cache
@@ -66,8 +68,11 @@ def install() -> None:
 
 def _wrap(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **more: Any) -> Any:
-        answer = ours(*args, **more)
-        return torchs(*args, **more) if answer is _TORCHS else answer
+        try:
+            return ours(*args, **more)
+        except _NotOurs:
+            pass
+        return torchs(*args, **more)
 
     return wrapped
 
@@ -77,13 +82,10 @@ def _wrap(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[...,
 
 def _all_gather_object(
     object_list: list[Any], obj: Any, group: ProcessGroup | None = None, *args: Any, **more: Any
-) -> Any:
+) -> None:
     backend = _backend(group, (*args, *more.values()))
-    if backend is None:
-        return _TORCHS
     for i, gathered in enumerate(_all_gather(backend, pack([obj]))):
         object_list[i] = gathered
-    return None
 
 
 def _gather_object(
@@ -94,16 +96,13 @@ def _gather_object(
     group_dst: int | None = None,
     *args: Any,
     **more: Any,
-) -> Any:
+) -> None:
     backend = _backend(group, (*args, *more.values()))
-    if backend is None:
-        return _TORCHS
     root = _group_rank(group, dst, group_dst, default=0)
     distributed_c10d._validate_output_list_for_rank(backend.rank(), root, object_gather_list)
     for i, parcel in enumerate(_gather(backend, pack([obj]), root)):
         assert object_gather_list is not None
         object_gather_list[i] = parcel.objects()[0]
-    return None
 
 
 def _broadcast_object_list(
@@ -114,17 +113,14 @@ def _broadcast_object_list(
     group_src: int | None = None,
     *args: Any,
     **more: Any,
-) -> Any:
+) -> None:
     backend = _backend(group, (*args, *more.values()), device)
-    if backend is None:
-        return _TORCHS
     root = _group_rank(group, src, group_src, default=0)
     _check_not_empty(object_list)
     if backend.rank() == root:
         _broadcast(backend, pack(object_list), root)
     else:
         _put(object_list, _broadcast(backend, None, root), root)
-    return None
 
 
 def _scatter_object_list(
@@ -135,10 +131,8 @@ def _scatter_object_list(
     group_src: int | None = None,
     *args: Any,
     **more: Any,
-) -> Any:
+) -> None:
     backend = _backend(group, (*args, *more.values()))
-    if backend is None:
-        return _TORCHS
     root = _group_rank(group, src, group_src, default=0)
     outputs, inputs = scatter_object_output_list, scatter_object_input_list
     if not isinstance(outputs, list) or not outputs:
@@ -156,7 +150,6 @@ def _scatter_object_list(
             )
         parcels = [pack([item]) for item in inputs]
     outputs[0] = _scatter(backend, parcels, root).objects()[0]
-    return None
 
 
 def _send_object_list(
@@ -168,17 +161,14 @@ def _send_object_list(
     use_batch: bool = False,
     *args: Any,
     **more: Any,
-) -> Any:
+) -> None:
     backend = _backend(group, (*args, *more.values()), device)
-    if backend is None:
-        return _TORCHS
     peer = _group_rank(group, dst, group_dst)
     distributed_c10d._check_not_self_rank(members(group), peer, "destination")
     _check_not_empty(object_list)
     parcel = pack(object_list)
     cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
     _wait([cell, *_send_rest(backend, parcel, CELL_BYTES, peer, 0)])
-    return None
 
 
 def _recv_object_list(
@@ -192,8 +182,6 @@ def _recv_object_list(
     **more: Any,
 ) -> Any:
     backend = _backend(group, (*args, *more.values()), device)
-    if backend is None:
-        return _TORCHS
     peer = _group_rank(group, src, group_src)
     distributed_c10d._check_not_self_rank(members(group), peer, "source")
     _check_not_empty(object_list)
@@ -209,22 +197,24 @@ def _recv_object_list(
 # --- groups and arguments -------------------------------------------------------------------------
 
 
-def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | None:
-    """mycoll's, if the objects travel by it; the same answer on all ranks of a group.
+def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any:
+    """mycoll's, by which the objects travel; the same answer on all ranks of a group.
 
-    None for `weights_only` and other options that are set, for a program's own pickler, and on
-    devices.
+    Raises:
+        _NotOurs: `weights_only` or another option is set, the program has a pickler of its own, or
+            they travel by a device, or another backend.
     """
-    if distributed_c10d._rank_not_in_group(group) or any(options):
-        return None
-    if (distributed_c10d._pickler, distributed_c10d._unpickler) != _PICKLERS:
-        return None
-    if device is not None and torch.device(device).type != "cpu":
-        return None
+    is_ours = (distributed_c10d._pickler, distributed_c10d._unpickler) == _PICKLERS
+    on_device = device is not None and torch.device(device).type != "cpu"
+    if any(options) or on_device or not is_ours or distributed_c10d._rank_not_in_group(group):
+        raise _NotOurs
     try:
-        return backend_of(group)
+        backend = backend_of(group)
     except (RuntimeError, AttributeError):  # serves devices only; no ProcessGroup, as torch's RPC
-        return None
+        backend = None
+    if backend is None:
+        raise _NotOurs
+    return backend
 
 
 _PICKLERS = (pickle.Pickler, pickle.Unpickler)

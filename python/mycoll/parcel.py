@@ -14,7 +14,6 @@ CPU; so torch's code handles views, subclasses, sparse tensors and parameters.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import ctypes
 import gc
@@ -22,7 +21,7 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ _FRONT = struct.Struct("<IIQ")
 _ONE = struct.Struct(f"{_FRONT.format}Q")  # of one object, as most parcels are
 _PROTOCOL = 5
 
-# While a longer head is unpickled, the garbage collector is off.
+# A longer head has memory that is not filled first, and is unpickled without the garbage collector.
 _PAUSE_BYTES = 1 << 16
 
 
@@ -83,33 +82,23 @@ class Incoming(Parcel):
     def objects(self) -> list[Any]:
         """Unpickles the objects, after the asides were received. They become the memory of the
         objects: call it once."""
-        if head_bytes(self.memory) < _PAUSE_BYTES:
-            return self._load()
-        with _without_collector():
-            return self._load()
-
-    def _load(self) -> list[Any]:
         ends = struct.unpack_from(f"<{self._count}Q", self.memory, _FRONT.size)
         start = _FRONT.size + 8 * self._count
         buffers = iter(self._buffers)
         result = []
-        for end in ends:
-            result.append(pickle.loads(self.memory[start:end], buffers=buffers))
-            start = end
-        return result
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Stops the garbage collector while many objects are unpickled. All of them are kept, and it
-    would visit them repeatedly, which takes most of the time."""
-    pauses = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
+        # All objects of a long head are kept. The garbage collector would visit them repeatedly,
+        # which takes most of the time.
+        pauses = head_bytes(self.memory) >= _PAUSE_BYTES and gc.isenabled()
         if pauses:
-            gc.enable()
+            gc.disable()
+        try:
+            for end in ends:
+                result.append(pickle.loads(self.memory[start:end], buffers=buffers))
+                start = end
+        finally:
+            if pauses:
+                gc.enable()
+        return result
 
 
 def pack(objects: Sequence[Any]) -> Parcel:

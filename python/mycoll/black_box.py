@@ -14,7 +14,6 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,20 +180,14 @@ def find(pids: list[int] | None = None, job: str = "") -> list[Process]:
     Returns:
         The processes, by job and rank.
     """
-    found = [process for pid in pids or own_pids() if (process := read(pid)) is not None]
-    chosen = [each for each in found if each.job.startswith(job)]
-    return sorted(chosen, key=lambda each: (each.job, each.rank, each.pid))
-
-
-def own_pids() -> list[int]:
-    """The ids of all processes of this user on this host."""
-    me = os.geteuid()
-    pids = []
-    for entry in Path("/proc").iterdir():
+    me, running = os.geteuid(), []
+    for entry in Path("/proc").iterdir() if not pids else ():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and entry.stat().st_uid == me:
-                pids.append(int(entry.name))
-    return pids
+                running.append(int(entry.name))
+    found = [process for pid in pids or running if (process := read(pid)) is not None]
+    chosen = [each for each in found if each.job.startswith(job)]
+    return sorted(chosen, key=lambda each: (each.job, each.rank, each.pid))
 
 
 def related(processes: list[Process]) -> list[list[Process]]:
@@ -223,8 +216,11 @@ def read(pid: int) -> Process | None:
                     before = file.read()
                     data, after = (os.pread(file.fileno(), len(before), 0) for _ in range(2))
                 process = _Box(data, before, after).process()
-                # A child of fork inherits its parent's descriptor, which describes the parent.
-                if process.pid in numbers_of(pid):
+                # A child of fork inherits its parent's descriptor, which describes the parent. The
+                # process has a number in its own and in each outer pid namespace.
+                status = Path(f"/proc/{pid}/status").read_text()
+                _, _, numbers = status.partition("\nNSpid:")
+                if str(process.pid) in [str(pid), *numbers.partition("\n")[0].split()]:
                     stat = Path(f"/proc/{pid}/stat").read_text()
                     process.pid, process.state = pid, stat.rsplit(")", 1)[1].split()[0]
                     return process
@@ -391,14 +387,6 @@ class _Box:
         start = sites["at"] + number * sites["bytes"]
         text = self.data[start : start + sites["bytes"]] if number else b"\n\n"
         return text.split(b"\0", 1)[0].decode(errors="replace").split("\n")
-
-
-def numbers_of(pid: int) -> Iterator[int]:
-    """The ids of the process in its own and all outer pid namespaces."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            yield from map(int, line.split()[1:])
-    yield pid
 
 
 # --- traces ---------------------------------------------------------------------------------------

@@ -128,25 +128,19 @@ def show_environment(words: list[str]) -> int:
         print(json.dumps(entries, indent=2))
     elif not entries:
         print("Every variable has its default value; `mycoll env` lists them.")
-    else:
-        for entry in entries:
-            show_variable(entry)
+    for entry in entries if not options.json else ():
+        line = f"{entry['name']}={entry['value']}"
+        if entry["source"] != "default":
+            line = _terminal.paint(line, "bold")
+            origin = "" if entry["is_set"] else f"from {entry['source']}; "
+            line += f"  ({origin}default: {entry['default'] or 'empty'})"
+        print(line)
+        for text in _terminal.wrapped(entry["help"], 4):
+            print(f"    {text}")
     for name, near in unknown_variables() if options.changed and not options.json else []:
         hint = f"; did you mean {near}?" if near else ""
         print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
     return 0
-
-
-def show_variable(entry: dict[str, Any]) -> None:
-    """Prints a variable of the environment, and what it means."""
-    line = f"{entry['name']}={entry['value']}"
-    if entry["source"] != "default":
-        line = _terminal.paint(line, "bold")
-        origin = "" if entry["is_set"] else f"from {entry['source']}; "
-        line += f"  ({origin}default: {entry['default'] or 'empty'})"
-    print(line)
-    for text in _terminal.wrapped(entry["help"], 4):
-        print(f"    {text}")
 
 
 if __name__ == "__main__":

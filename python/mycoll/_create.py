@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
-
-_warned = False
 
 
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:
@@ -89,13 +88,10 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
+@functools.cache
 def warn_of_unknown_variables() -> None:
     """Once in a process, and on a host only in the first rank that a launcher starts."""
-    global _warned
-    if _warned or os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    _warned = True
-    for name, nearest in unknown_variables():
+    for name, nearest in unknown_variables() if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         hint = f"did you mean {nearest}?" if nearest else "`mycoll env` lists those that are"
         warnings.warn(f"{name} is not a variable of mycoll's; {hint}", stacklevel=2)
 

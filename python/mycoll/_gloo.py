@@ -16,27 +16,19 @@ from mycoll._native import CPU, REPLACE
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
 
-_real: Any = None  # torch's class, while another one is in its place
-
 
 def is_replaced() -> bool:
     """Whether mycoll has gloo's name in this process (replace.py)."""
-    return _real is not None
+    import torch.distributed as dist
 
-
-def keep_real(real: Any) -> None:
-    """Remembers torch's class before another one takes its place."""
-    global _real
-    _real = real
+    return hasattr(getattr(dist, "ProcessGroupGloo", None), "replaced")
 
 
 def real_gloo() -> Any:
-    """torch's own class."""
-    if _real is not None:
-        return _real
+    """torch's own class, also while another one is in its place."""
     from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo
+    return getattr(ProcessGroupGloo, "replaced", ProcessGroupGloo)
 
 
 def variables_that_rename() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mycoll import _terminal, _units, black_box
@@ -84,13 +84,15 @@ def write(path: Path) -> None:
 
 def as_text(processes: list[Process]) -> str:
     """The metrics of these processes, in Prometheus' format."""
+    groups = [(process, group) for process in processes for group in process.groups]
+    totals: list[tuple[Process, Group | None, dict[str, Counts]]]
+    totals = [(process, group, group.counts) for process, group in groups]
+    totals += [(process, None, process.ended) for process in processes]
     counts = [
         (labelled(process, group, operation=kind), found)
-        for process in processes
-        for group, by_kind in counted(process)
+        for process, group, by_kind in totals
         for kind, found in by_kind.items()
     ]
-    groups = [(process, group) for process in processes for group in process.groups]
     lines = []
     for name, meaning, value in COUNTERS:
         rows = [(labels, value(found)) for labels, found in counts]
@@ -110,13 +112,6 @@ def family(name: str, kind: str, meaning: str, rows: list[tuple[str, float]]) ->
         series[labels] = before + value if kind == "counter" else max(before, value)
     lines = [f"mycoll_{name}{labels} {value}" for labels, value in series.items()]
     return [f"# HELP mycoll_{name} {meaning}", f"# TYPE mycoll_{name} {kind}", *lines]
-
-
-def counted(process: Process) -> Iterator[tuple[Group | None, dict[str, Counts]]]:
-    """Yields each group and its counts, and None with those of groups that are gone."""
-    for group in process.groups:
-        yield group, group.counts
-    yield None, process.ended
 
 
 def labelled(process: Process, group: Group | None, **more: str) -> str:

@@ -50,14 +50,13 @@ def install() -> None:
     try:
         module = _usable()
     except Exception as error:
-        _before_each(real, functools.partial(_report, error))
+        _report_later(real, error)
         return
 
     # A list of exact names.
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names and not os.environ.get(_INTERFACES):
         os.environ[_INTERFACES] = f"={names}"
-    _gloo.keep_real(real)
     _patch.rebind("ProcessGroupGloo", real, _make_class(module, real))
     _patch.replace("_new_process_group_helper", _wrap_new_process_group_helper)
     log.info("mycoll: answers to gloo's name in this process, as %s says", REPLACE)
@@ -72,30 +71,23 @@ def _usable() -> Any:
     return native()
 
 
-def _before_each(real: Any, act: Callable[[], None]) -> None:
-    """Calls `act` before torch's class makes a group, by whatever name it is reached."""
-    original = real.__init__
+def _report_later(real: Any, error: Exception) -> None:
+    """Before torch's class makes a group, by whatever name it is reached: raises an error if the
+    variable is invalid; else warns, once in a process."""
+    original, is_warned = real.__init__, False
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **more: Any) -> None:
-        act()
+        nonlocal is_warned
+        if isinstance(error, ValueError):
+            fix = "it was read when torch was imported: correct it, and start the program again"
+            raise ValueError(f"{error}; {fix}")
+        if not is_warned:
+            warnings.warn(f"{REPLACE}=gloo has no effect: {error}", stacklevel=3)
+            is_warned = True
         original(self, *args, **more)
 
     real.__init__ = init
-
-
-_warned = False
-
-
-def _report(error: Exception) -> None:
-    """Raises an error if the variable is invalid; else warns, once in a process."""
-    global _warned
-    if isinstance(error, ValueError):
-        fix = "it was read when torch was imported: correct it, and start the program again"
-        raise ValueError(f"{error}; {fix}")
-    if not _warned:
-        warnings.warn(f"{REPLACE}=gloo has no effect: {error}", stacklevel=4)
-        _warned = True
 
 
 # --- which group torch is making ------------------------------------------------------------------
@@ -161,6 +153,7 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
     class ProcessGroupGloo(module.MycollBackend, metaclass=Like):  # type: ignore[misc]
         """mycoll in the place of torch's class of this name, as MYCOLL_REPLACE=gloo says."""
 
+        replaced = real
         Device = real.Device
         _Options = real._Options
         create_device = staticmethod(real.create_device)

@@ -64,15 +64,8 @@ def _slices(groups: Groups, base: float) -> Iterator[Event]:
                 place = {"pid": process.rank, "tid": number * _ROWS + row}
                 length = max(0.0, end - operation.enqueued) * 1e6
                 time = {"ts": (operation.enqueued - base) * 1e6, "dur": length}
-                args = _arguments(operation)
-                yield {
-                    "ph": "X",
-                    **place,
-                    **time,
-                    "name": operation.kind,
-                    "cat": title,
-                    "args": args,
-                }
+                call = {"name": operation.kind, "cat": title, "args": _arguments(operation)}
+                yield {"ph": "X", **place, **time, **call}
             for row in range(max(1, len(ends))):
                 place = {"pid": process.rank, "tid": number * _ROWS + row}
                 args = {"name": f"group {title}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,16 +57,11 @@ def _number(value: float) -> str:
 
 
 def unwritable(path: str) -> str:
-    """Why no file can be written there; '' where one can. Leaves what there is as it is."""
-    try:
-        file = Path(path).resolve()  # what a link points to, which need not be there
-        was_there = file.exists()
-        file.open("ab").close()
-    except (OSError, RuntimeError) as error:  # the latter: links in a circle, before Python 3.13
-        return str(error)
-    if not was_there:
-        file.unlink()
-    return ""
+    """Why no file can be written there; '' where one can."""
+    file = Path(os.path.realpath(path))
+    place = file if file.exists() else file.parent
+    is_good = os.access(place, os.W_OK) and not file.is_dir() and not file.is_symlink()
+    return "" if is_good else f"{path} is a directory, or no file can be written there"
 
 
 def wrong_files(options: Options) -> str:

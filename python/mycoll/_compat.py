@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -267,45 +267,23 @@ class _Operations(list[Any]):
         return error
 
 
-class _Block:
+@contextlib.contextmanager
+def _block(group: ProcessGroup, torchs: Any) -> Iterator[Any]:
     """torch's block of operations, which has no `finally`. After an exception the group would still
     be coalescing: its next collectives would only be recorded, and return without a result."""
-
-    __slots__ = ("operations", "torchs")
-
-    def __init__(self, group: ProcessGroup, torchs: Any) -> None:
-        self.torchs = torchs
-        self.operations = _Operations(group)
-
-    def __enter__(self) -> Any:
-        blocks = distributed_c10d._world.pg_coalesce_state
-        if blocks.setdefault(self.operations.group, self.operations) is not self.operations:
-            # torch's manager would add to that block, and end it in the wrong place.
-            raise self.operations.error(
-                "a block of this group is open already, and blocks cannot be nested"
-            )
-        try:
-            return self.torchs.__enter__()
-        except BaseException:
-            self.drop()
-            raise
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
-        try:
-            answer: bool | None = self.torchs.__exit__(kind, error, trace)
-        except BaseException:
-            self.drop()
-            raise
-        if kind is not None:
-            self.drop()
-        return answer
-
-    def drop(self) -> None:
-        blocks, group = distributed_c10d._world.pg_coalesce_state, self.operations.group
-        if blocks.get(group) is self.operations:
+    operations, blocks = _Operations(group), distributed_c10d._world.pg_coalesce_state
+    if blocks.setdefault(group, operations) is not operations:
+        # torch's manager would add to that block, and end it in the wrong place.
+        raise operations.error("a block of this group is open already, and blocks cannot be nested")
+    try:
+        with torchs as manager:
+            yield manager
+    except BaseException:
+        if blocks.get(group) is operations:
             del blocks[group]
         for backend in _own_backends(group):
             backend._drop_coalescing()
+        raise
 
 
 def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,7 +302,7 @@ def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]
             if not _own_backends(whole):
                 return block
             ours.add(whole)
-        return _Block(whole, block)
+        return _block(whole, block)
 
     return coalescing_manager
 

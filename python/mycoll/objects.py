@@ -249,30 +249,15 @@ def _put(object_list: list[Any], parcel: Incoming, source: int) -> None:
 # --- what goes over the wire ----------------------------------------------------------------------
 
 
-# For first messages, by their size: used again once all that they held has been read.
-_scratch: dict[int, list[tuple[memoryview, torch.Tensor]]] = {}
-
-
-def _take_scratch(size: int) -> tuple[memoryview, torch.Tensor]:
-    kept = _scratch.setdefault(size, [])
-    try:
-        return kept.pop()
-    except IndexError:  # asked beforehand, another thread might take it meanwhile
-        pass
-    memory = new_memory(size)
-    return memory, as_tensor(memory)
-
-
 def _all_gather(backend: Any, parcel: Parcel) -> list[Any]:
     size, rank = backend.size(), backend.rank()
     room = _room(size)
-    cells, tensor = _take_scratch(size * room)
+    cells = new_memory(size * room)
     options = _now(AllgatherOptions)
-    _wait([backend._allgather_base(tensor, as_tensor(parcel.cell(room)), options)])
+    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)), options)])
     heads = [cells[start : start + room] for start in range(0, size * room, room)]
     objects = objects_inside(heads)
     if objects is not None:
-        _scratch[size * room].append((cells, tensor))
         return objects
     if any(head_bytes(head) > room for head in heads):
         nothing = new_memory(0)

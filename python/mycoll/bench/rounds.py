@@ -94,8 +94,11 @@ class Measurement:
         rounds: dict[str, list[list[list[int]]]] = {contender.name: [] for contender in able}
         for number in range(self.options.rounds):
             for contender in able[:: 1 if number % 2 == 0 else -1]:
+                # No rank prepares a round while another is still in the one before.
+                self.world.barrier()
                 try:
-                    rounds[contender.name].append(self._round(contender))
+                    times = contender.run(*self._calls[contender.name])
+                    rounds[contender.name].append(times)
                 except Unsupported as reason:
                     able.remove(contender)
                     self.notes.append(f"{contender.name}: {reason}")
@@ -109,12 +112,6 @@ class Measurement:
                 wrong = self._wrong[name]
                 rows.append(make_row(self.case, workload, name, kind, wrong, merged, extra))
         return compared(rows, self.options.backends[0])
-
-    def _round(self, contender: Contender) -> list[list[int]]:
-        warmups, iterations = self._calls[contender.name]
-        # No rank prepares the next contender's round while another is still in this one's.
-        self.world.barrier()
-        return contender.run(warmups, iterations)
 
     def _admit(self, contender: Contender, workload: Workload) -> bool:
         """Prepares and verifies; all ranks agree on whether this contender takes part."""
@@ -131,7 +128,10 @@ class Measurement:
         except Unsupported as reason:
             error = str(reason) or "-"
         except Exception as cause:  # a backend may raise anything for what it cannot do
-            error, failed = one_line(cause), self._is_failure(contender, cause)
+            # In trouble: a dead group, or a case like one that it could do before.
+            could_before = self._ability(contender) in self.history.able
+            in_trouble = could_before or isinstance(cause, dist.DistError)
+            error, failed = one_line(cause), contender.kind == "backend" and in_trouble
         answers = self.world.gather_all((error, failed, wrong))
         errors = [text for text, _, _ in answers if text]
         counts = [count for _, _, count in answers if count is not None]
@@ -143,11 +143,6 @@ class Measurement:
         elif errors[0] != "-":
             self.notes.append(f"{contender.name}: {errors[0]}")
         return not errors
-
-    def _is_failure(self, contender: Contender, cause: Exception) -> bool:
-        """Not a case that the backend does not have, but one in which it is in trouble."""
-        could_before = self._ability(contender) in self.history.able
-        return contender.kind == "backend" and (could_before or isinstance(cause, dist.DistError))
 
     def _ability(self, contender: Contender) -> tuple[str, str, str, str]:
         case = self.case

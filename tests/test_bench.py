@@ -25,8 +25,9 @@ def on_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """As a launcher starts it, without the import of torch."""
     ended = warm.ranks(
-        code or warm.module("mycoll.bench"),
+        code or warm.module("mycoll"),
         ranks,
+        *(() if code else ("bench",)),
         *arguments,
         environment={**os.environ, **environment},
     )
@@ -41,7 +42,7 @@ def on_ranks(
 def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    program = [sys.executable, *(launcher or ("-m", "mycoll.bench")), *arguments]
+    program = [sys.executable, *(launcher or ("-m", "mycoll", "bench")), *arguments]
     return subprocess.run(
         program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
     )
@@ -57,7 +58,7 @@ def isend(tensor, *arguments, **named):
     return real(tensor if count % 16 == 1 else torch.zeros_like(tensor), *arguments, **named)
 dist.isend = isend
 from mycoll.bench import main
-sys.exit(main())
+sys.exit(main(sys.argv[1:]))
 """
 _FAILS = """
 import sys, torch.distributed as dist
@@ -69,7 +70,7 @@ def all_reduce(tensor, op=None, group=None):
     return real(tensor, op=op, group=group)
 dist.all_reduce = all_reduce
 from mycoll.bench import main
-sys.exit(main())
+sys.exit(main(sys.argv[1:]))
 """
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
@@ -220,7 +221,8 @@ class TestRuns:
             [
                 sys.executable,
                 "-m",
-                "mycoll.bench",
+                "mycoll",
+                "bench",
                 "all_reduce",
                 "--nproc",
                 "2",
@@ -248,7 +250,7 @@ class TestRuns:
         done = run_bench(
             *("all_gather", "--backend", "gloo", "--hot", "-b", "1K", "-e", "1K"),
             *(*_QUICK, "--rounds", "1", "--json", str(path)),
-            launcher=(*_TORCHRUN, "-m", "mycoll.bench"),
+            launcher=(*_TORCHRUN, "-m", "mycoll", "bench"),
         )
         assert done.returncode == 0, done.stdout + done.stderr
         _, rows = read_results(str(path))
@@ -263,7 +265,7 @@ class TestDevice:
         file = tmp_path / "rows.jsonl"
         operations = "all_reduce,all_gather,sendrecv,barrier"
         run = on_ranks(
-            *(2, "standin", "host", "mycoll.bench"),
+            *(2, "standin", "host", "mycoll", "bench"),
             *(operations, "--device", "standin", "-b", "1K", "-e", "1K", *_QUICK),
             *("--json", str(file)),
             code=warm.module("worlds.program"),

@@ -42,7 +42,7 @@ def is_rank(pid: str) -> bool:
 def measuring() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run of two ranks that goes on for long, and has begun; its ranks' process ids."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "mycoll.bench", "all_reduce,barrier", "--nproc", "2"]
+        [sys.executable, "-m", "mycoll", "bench", "all_reduce,barrier", "--nproc", "2"]
         + ["--backend", "gloo", "-b", "8", "-e", "64", "-n", "2", "--rounds", "1000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -138,8 +138,8 @@ def test_ranks_of_torchrun_start_none(
 @pytest.mark.tools
 def test_a_file_of_rank_0_that_cannot_be_written_ends_all() -> None:
     """Under a launcher that does not end the others, such as srun."""
-    bench = warm.module("mycoll.bench")
-    ended = warm.ranks(bench, 2, "barrier", "--json", "/nonexistent/x", timeout=_TIMEOUT_SECONDS)
+    words = ("bench", "barrier", "--json", "/nonexistent/x")
+    ended = warm.ranks(warm.module("mycoll"), 2, *words, timeout=_TIMEOUT_SECONDS)
     assert [code for code, *_ in ended] == [2, 2]
     errors = [error for *_, error in ended]
     assert "--json: " in errors[0] and errors[1] == ""

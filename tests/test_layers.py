@@ -170,7 +170,7 @@ timeline metrics trace status explain doctor
 bench.options bench.result bench.plot bench.report bench.compare
 bench.world bench.arena bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
-bench.run bench bench.__main__
+bench.run bench
 demo_training demo
 adapters adapters.torchft
 _registration __init__ __main__

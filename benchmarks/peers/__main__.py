@@ -19,9 +19,10 @@ def main(words: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     from mpi import gather
+    from mycoll._terminal import quietly
     from mycoll.bench import main as bench
 
-    return bench(words[1:], partial(gather, names))
+    return quietly(lambda: bench(words[1:], partial(gather, names)))
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
     most = "64M" if path == "nccl" else "4M"
     rows = plan.folder / f"{plan.stem}-{size}x{path}.jsonl"
     command = [*launcher(size), "-m", "worlds.program", plan.device, path]
-    command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
+    command += ["mycoll", "bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]

@@ -7,13 +7,11 @@ it imports torch only when ranks start.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mycoll import launch
 from mycoll._gloo import keep_names_honest
-from mycoll._terminal import Progress, quietly
+from mycoll._terminal import Progress
 from mycoll.bench.compare import compare_main
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.report import misused, wrong_files
@@ -22,21 +20,16 @@ if TYPE_CHECKING:
     from mycoll.bench.run import Gather
 
 
-def main(argv: Sequence[str] | None = None, gather: Gather | None = None) -> int:
+def main(arguments: list[str], gather: Gather | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: The words after the name of the command.
-        gather: Finds the contenders, instead of those that `argv` names.
+        arguments: The words after the name of the command.
+        gather: Finds the contenders, instead of those that the words name.
 
     Returns:
         The exit code: 0 only if everything was measured, and no result was wrong.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return quietly(lambda: _main(arguments, gather))
-
-
-def _main(arguments: list[str], gather: Gather | None) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
     options = parse_options(arguments)

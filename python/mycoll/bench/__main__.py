@@ -1,7 +1,0 @@
-"""`python -m mycoll.bench`, the same as `mycoll bench`."""
-
-import sys
-
-from mycoll.bench import main
-
-sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -141,9 +140,11 @@ def test_variables_fit_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_is_up_to_date() -> None:
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
-    script = PAGE.parent / "site/environment.py"
-    text = runpy.run_path(str(script))["environment_page"]()
-    assert PAGE.read_text().strip() == text.strip(), "run ./dev python docs/site/environment.py"
+    from mycoll.__main__ import environment_page
+
+    assert PAGE.read_text().strip() == environment_page().strip(), (
+        "run: ./dev python -m mycoll env --markdown > docs/environment.md"
+    )
 
 
 def warned(ctx: Ctx) -> list[str]:

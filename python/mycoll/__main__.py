@@ -119,8 +119,12 @@ def show_environment(words: list[str]) -> int:
         description="Every MYCOLL_* variable with its value in this environment, and its meaning.",
     )
     parser.add_argument("--changed", action="store_true", help="only what differs from the default")
+    parser.add_argument("--markdown", action="store_true", help="as docs/environment.md")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(words)
+    if options.markdown:
+        print(environment_page())
+        return 0
     entries = native().environment()
     if options.changed:
         entries = [entry for entry in entries if entry["source"] != "default"]
@@ -141,6 +145,23 @@ def show_environment(words: list[str]) -> int:
         hint = f"; did you mean {near}?" if near else ""
         print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
     return 0
+
+
+def environment_page() -> str:
+    """docs/environment.md; a test holds the file against this."""
+    lines = [
+        "# Environment variables",
+        "",
+        "Read when a process makes its first group, and kept. `mycoll env` shows the values in",
+        "force. Written by `mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
+        "",
+        "| Variable | Default | Meaning |",
+        "|---|---|---|",
+    ]
+    for entry in native().environment():
+        default = f"`{entry['default']}`" if entry["default"] else ""
+        lines.append(f"| `{entry['name']}` | {default} | {' '.join(entry['help'].split())} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -87,13 +87,12 @@ class Recorder:
 
     def __init__(self, header: Mapping[str, object], path: str) -> None:
         self.rows: list[Row] = []
-        self._file = Path(path).open("w") if path else None  # noqa: SIM115
+        file = Path(path or os.devnull)
+        self._file = file.open("w", buffering=1)
         self._write(header)
 
     def _write(self, record: Mapping[str, object]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps(record) + "\n")
 
     def add(self, row: Row) -> None:
         """Keeps a row, and writes it."""
@@ -102,8 +101,7 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Row)}

@@ -104,7 +104,7 @@ class Measurement:
                     self.notes.append(f"{contender.name}: {reason}")
         rows: list[Row] = []
         for contender in able:
-            per_rank = self.world.gather(rounds[contender.name])
+            per_rank = self.world.gather_all(rounds[contender.name])
             extra = contender.extra()
             if self.world.rank == 0:
                 merged = [list(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)]

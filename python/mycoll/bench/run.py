@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch.distributed as dist
+
 from mycoll._gloo import variables_that_rename
 from mycoll._terminal import Progress, note, paint
 from mycoll._units import show_seconds
@@ -21,7 +23,7 @@ from mycoll.bench.report import (
 )
 from mycoll.bench.result import LEGEND, Row
 from mycoll.bench.rounds import History, Measurement, cases
-from mycoll.bench.world import World, header, join, leave, missing_device
+from mycoll.bench.world import World, header, join, missing_device
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
@@ -45,7 +47,7 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
     world = join(options)
     # The same on all ranks, before minutes of measuring.
     if wrong := world.share(wrong_files(options) if world.rank == 0 else ""):
-        leave()
+        dist.destroy_process_group()
         return misused(wrong, is_shown=world.rank == 0)
     progress = Progress(world.rank == 0)
     record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
@@ -77,7 +79,7 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
     if world.rank == 0 and options.plot != "":
         print_plot(options.plot, record, recorder.rows)
     code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
-    leave()
+    dist.destroy_process_group()
     return code
 
 

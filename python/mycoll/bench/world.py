@@ -112,17 +112,11 @@ class World:
         """Blocks without spinning, so that others can be measured meanwhile."""
         dist.barrier()
 
-    def share(self, value: T, source: int = 0) -> T:
-        """The source rank's value, on every rank."""
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
         box: list[T] = [value]
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box)
         return box[0]
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value on rank 0, nothing elsewhere."""
-        boxes: list[T] | None = [value] * self.size if self.rank == 0 else None
-        dist.gather_object(value, boxes, dst=0)
-        return boxes or []
 
     def gather_all(self, value: T) -> list[T]:
         """Every rank's value on every rank."""
@@ -167,9 +161,3 @@ def join(options: Options) -> World:
         device=device,
         cache_bytes=last_level_cache_bytes(set().union(*neighbours)),
     )
-
-
-def leave() -> None:
-    """Destroys the group of the ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

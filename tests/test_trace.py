@@ -166,13 +166,11 @@ def test_command_and_export(failed, tmp_path, capsys) -> None:
     assert found[0]["ranks"] == [1]
 
 
-@pytest.mark.parametrize("words", [("--export", "x.svg"), ("--export", "x")])
-def test_bad_options(tmp_path, capsys, words) -> None:
+def test_bad_options(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        trace.main([str(tmp_path), *words])
+        trace.main([str(tmp_path), "--live"])
     complaint, *_ = capsys.readouterr().err.splitlines()
-    assert complaint.startswith("mycoll trace: ")
-    assert words[0] in complaint
+    assert complaint.startswith("mycoll trace: --live")
 
 
 def test_a_trace_is_data(tmp_path, capsys) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 MAGIC = b"mycollBB"
 LINK = "/memfd:mycoll.black_box"
 NOBODY = "no mycoll processes of this user on this host"
-NOT_THOSE = "no such mycoll process of this user on this host; `mycoll status` shows all"
 MESSAGES = ("send", "recv", "put", "signal", "wait_signal")
 
 
@@ -432,10 +431,9 @@ def _traces_below(folder: Path) -> list[Path]:
 
 def _traces_in(folder: Path) -> list[Path]:
     found = []
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        found += [path] if file.read(len(MAGIC)) == MAGIC else []
+    for path in sorted(folder.glob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                with path.open("rb") as file:
+                    found += [path] if file.read(len(MAGIC)) == MAGIC else []
     return found

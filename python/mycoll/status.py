@@ -38,8 +38,9 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument("--watch", nargs="?", type=_units.seconds, **every, help=text)
     parsed = parser.parse_args(list(words))
     show = as_json if parsed.json else as_text
-    chosen = parsed.pid or parsed.job
-    nobody = black_box.NOT_THOSE if chosen else black_box.NOBODY
+    nobody = black_box.NOBODY
+    if parsed.pid or parsed.job:
+        nobody = "no such mycoll process of this user on this host; `mycoll status` shows all"
     if parsed.watch is None:
         found = black_box.find(parsed.pid, parsed.job)
         print(show(found) or nobody)

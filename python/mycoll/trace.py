@@ -44,20 +44,17 @@ def main(words: Sequence[str]) -> int:
     text = f"files, or folders of them (default: the latest job in {default_folder()})"
     parser.add_argument("trace", nargs="*", type=Path, help=text)
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
-    parser.add_argument("--job", default="", help="with --live: only this job")
     text = "write a Chrome trace, for https://ui.perfetto.dev"
     parser.add_argument("--export", type=Path, metavar="FILE.json", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
         parser.error("--live compares processes that run; name no traces with it")
-    if parsed.export and parsed.export.suffix != ".json":
-        parser.error("--export writes JSON: give it a name that ends with .json")
     problems: list[str] = []
     if parsed.live:
-        found = black_box.find(job=parsed.job)
+        found = black_box.find()
         if not found:
-            problems.append(black_box.NOT_THOSE if parsed.job else black_box.NOBODY)
+            problems.append(black_box.NOBODY)
     elif parsed.trace or default_folder().is_dir():
         found, problems = load_all(parsed.trace or [default_folder()])
     else:

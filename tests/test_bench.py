@@ -117,8 +117,9 @@ class TestRuns:
         assert names["broadcast"] == everybody - {"mycoll-ops"}
         assert names["put"] == {"mycoll", "mycoll-shared"}
         planted = on_ranks(
-            *(2, ",".join((*operations[:3], "put")), "--ops", "--plant-error"),
+            *(2, ",".join((*operations[:3], "put")), "--ops"),
             *("-b", "64", "-e", "64", "--json", str(results), *_QUICK),
+            code=warm.module("worlds.spoiled_bench"),
         )
         assert planted.returncode == 1, planted.stdout + planted.stderr
         _, rows = read_results(str(results))
@@ -159,7 +160,8 @@ class TestRuns:
         path = tmp_path / "out.jsonl"
         done = on_ranks(
             *(2, ",".join(OPERATIONS), "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
-            *("--plant-error", "--json", str(path)),
+            *("--json", str(path)),
+            code=warm.module("worlds.spoiled_bench"),
         )
         assert done.returncode == 1, done.stdout + done.stderr
         _, rows = read_results(str(path))

@@ -18,10 +18,11 @@ from mycoll.bench import world as worlds
 from mycoll.bench.contenders import Contender
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, sweep
 from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
-from mycoll.bench.patterns import Pattern, spoil
+from mycoll.bench.patterns import Pattern
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.workload import Case, Unsupported, Workload
 from worlds.alone import alone
+from worlds.spoiled_bench import spoil
 
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
 

@@ -83,7 +83,7 @@ class MpiContender(Contender):
             f"{windows} {evict_bytes}"
         )
 
-    def verify(self, seed: int, plant_error: bool) -> int | None:
+    def verify(self, seed: int) -> int | None:
         counts = [answer["wrong"] for answer in self._ask(f"verify {seed}")]
         return sum(counts) if counts and None not in counts else None
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.patterns import Pattern, poison, spoil
+from mycoll.bench.patterns import Pattern, poison
 from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload, now
 from mycoll.bench.world import World
 
@@ -120,7 +120,7 @@ class CollectiveWorkload(Workload):
         found._operator = _OPERATORS[self.case.op]
         return found
 
-    def verify(self, group: Group, seed: int, plant_error: bool) -> int:
+    def verify(self, group: Group, seed: int) -> int:
         pattern = Pattern(self.case.dtype, self.case.redop, self.world.size, seed)
         source, target = self._buffers(seed % self._arena.windows)
         if target is not source:
@@ -131,8 +131,6 @@ class CollectiveWorkload(Workload):
             target.copy_(returned)
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
-        if plant_error:
-            spoil(target)
         wrong = self._wrong(target, pattern)
         if target is not source:
             # Inputs belong to the caller: an operation that changes them is as wrong.
@@ -205,14 +203,13 @@ class BarrierWorkload(Workload):
     def calls(self, group: Group) -> Sequence[Call]:
         return [partial(dist.barrier, group=group)]
 
-    def verify(self, group: Group, seed: int, plant_error: bool) -> int:
+    def verify(self, group: Group, seed: int) -> int:
         if self.world.hosts > 1:
             self.calls(group)[0]()  # clocks of two hosts cannot be compared
             return 0
         if self.world.rank == seed % self.world.size:
             time.sleep(_LATE_SECONDS)
-        entered = left = now()
+        entered = now()
         self.calls(group)[0]()
-        if not plant_error:
-            left = now()
+        left = now()
         return int(left < max(self.world.gather_all(entered)))

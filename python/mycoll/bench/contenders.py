@@ -49,7 +49,7 @@ class Contender(ABC):
     def prepare(self, workload: Workload) -> None:
         """Raises Unsupported if it cannot run this."""
 
-    def verify(self, seed: int, plant_error: bool) -> int | None:
+    def verify(self, seed: int) -> int | None:
         """Wrong elements on this rank; None if there is no result to verify."""
         return None
 
@@ -86,13 +86,13 @@ class TorchContender(Contender):
         with self._memory():
             self._calls = self._workload.calls(self._group)
 
-    def verify(self, seed: int, plant_error: bool) -> int | None:
+    def verify(self, seed: int) -> int | None:
         assert self._workload is not None
         if self.kind == "floor":
             self._calls[0]() if self._calls else None
             return None
         with self._memory():
-            return self._workload.verify(self._group, seed, plant_error)
+            return self._workload.verify(self._group, seed)
 
     def _memory(self) -> AbstractContextManager[None]:
         """The memory of tensors that torch makes during a call."""

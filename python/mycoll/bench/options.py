@@ -56,7 +56,6 @@ class Options:
     nproc: int
     json: str
     plot: str | None
-    plant_error: bool
 
 
 def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
@@ -135,8 +134,6 @@ def _parser() -> Parser:
     add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")
     text = "draw time and bandwidth against size; '': do not (default: mycoll-bench.png, with "
     add("--plot", metavar="FILE", help=text + "matplotlib and several sizes)")
-    # For tests: every rank spoils its results, which must be found.
-    add("--plant-error", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.patterns import Pattern, poison, spoil
+from mycoll.bench.patterns import Pattern, poison
 from mycoll.bench.workload import PAIR, Call, Case, Group, Unsupported, Workload
 from mycoll.bench.world import World
 from mycoll.windows import new_window
@@ -62,7 +62,7 @@ class _Pairwise(Workload):
         """The call whose first message is in this window."""
         raise NotImplementedError
 
-    def verify(self, group: Group, seed: int, plant_error: bool) -> int:
+    def verify(self, group: Group, seed: int) -> int:
         if not self.talks:
             return 0
         used = range(seed, seed + min(self.length, self.arena.windows))
@@ -77,8 +77,6 @@ class _Pairwise(Workload):
         self.call(seed, group)()
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
-        if plant_error:
-            spoil(self.incoming(used[-1]))
         if self.is_one_way and self.world.rank != 1:
             return 0
         return sum(each.wrong_copy(self.incoming(at), self.peer) for at, each in patterns.items())

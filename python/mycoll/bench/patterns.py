@@ -139,13 +139,6 @@ def poison(tensors: Sequence[torch.Tensor]) -> None:
         tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else _POISON)
 
 
-def spoil(tensor: torch.Tensor) -> None:
-    """Changes one element: the error that the harness must find."""
-    if tensor.numel():
-        raw = tensor.view(-1).view(torch.uint8)
-        raw[raw.numel() // 2] ^= 1
-
-
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Pieces with the index of their first element: references need not be as large as results."""
     flat = tensor.view(-1)

@@ -122,7 +122,7 @@ class Measurement:
             assert own is not None
             contender.prepare(own)
             for seed in range(1, _VERIFIED_CALLS + 1):
-                found = contender.verify(seed, self.options.plant_error)
+                found = contender.verify(seed)
                 if found is not None:
                     wrong = found + (wrong or 0)
         except Unsupported as reason:

@@ -132,5 +132,5 @@ class Workload(ABC):
         raise Unsupported("")
 
     @abstractmethod
-    def verify(self, group: Group, seed: int, plant_error: bool) -> int:
+    def verify(self, group: Group, seed: int) -> int:
         """Runs the operation once on telling data; the number of wrong elements on this rank."""

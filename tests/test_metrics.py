@@ -149,3 +149,10 @@ def test_command(fresh, tmp_path, monkeypatch, capsys) -> None:
     for words in (["--every", "1"], ["--file", "."]):
         with pytest.raises(SystemExit):
             metrics.main(words)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        metrics.write(tmp_path / "folder")
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]

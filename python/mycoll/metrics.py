@@ -78,8 +78,12 @@ def main(words: Sequence[str]) -> int:
 def write(path: Path) -> None:
     """Writes the metrics; a reader sees all of them or those before."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(as_text(black_box.find()), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(as_text(black_box.find()), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def as_text(processes: list[Process]) -> str:

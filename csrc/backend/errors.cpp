@@ -19,7 +19,6 @@
 namespace mycoll {
 namespace {
 
-PythonHooks python;
 std::atomic<pthread_t> exiting{};
 
 using Clock = std::chrono::steady_clock;
@@ -72,32 +71,16 @@ void throwArgumentError(const std::string& message) {
   throw ArgumentError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
 }
 
-void setPythonHooks(PythonHooks hooks) { python = hooks; }
-
-std::string reasonToLeave() {
-  return python.reasonToLeave != nullptr ? python.reasonToLeave() : std::string();
-}
-
-bool isInterruptPending() {
-  return python.isInterruptPending != nullptr && python.isInterruptPending();
-}
-
 bool isMainThread() { return syscall(SYS_gettid) == getpid(); }
 
-bool isCalledByPython() { return python.holdsGil != nullptr && python.holdsGil(); }
-
-bool mayHaveOtherThreads() {
-  return python.mayHaveOtherThreads != nullptr && python.mayHaveOtherThreads();
-}
-
 uint32_t callSiteOfWaiter() {
-  if (!python.findCallSite || Env::process().callSites == CallSites::kNever) return 0;
-  return isMainThread() ? python.findCallSite() : 0;
+  if (Env::process().callSites == CallSites::kNever) return 0;
+  return isMainThread() ? findCallSite() : 0;
 }
 
 uint32_t callSiteOfCall() {
   static const bool isWanted = Env::process().callSites == CallSites::kAlways;
-  return isWanted && python.findCallSite ? python.findCallSite() : 0;
+  return isWanted ? findCallSite() : 0;
 }
 
 void beginExit() { exiting.store(pthread_self(), std::memory_order_release); }
@@ -136,9 +119,7 @@ const char* familyOf(Code code) {
     case Code::kUnsupported: C10_THROW_ERROR(NotImplementedError, message);
     case Code::kNetwork: C10_THROW_ERROR(DistNetworkError, message);
     case Code::kStore: C10_THROW_ERROR(DistStoreError, message);
-    case Code::kInterrupted:
-      if (python.raiseInterrupt != nullptr) python.raiseInterrupt();
-      break;
+    case Code::kInterrupted: raiseInterrupt(); break;
     case Code::kOk:
     case Code::kMismatch:
     case Code::kTimeout:
@@ -177,9 +158,8 @@ QuietScope::~QuietScope() { --quietScopes; }
 uint64_t raisedSoFar() { return RaisedFailures::get().count(); }
 
 void raiseInMainThread(const Status& status, uint64_t since, std::function<bool()> isWanted) {
-  if (python.callInMainThread == nullptr) return;
   if (RaisedFailures::get().has(status, since)) return;
-  const bool isCalled = python.callInMainThread([status, since, isWanted = std::move(isWanted)] {
+  const bool isCalled = callInMainThread([status, since, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
     if (isExiting || RaisedFailures::get().has(status, since) || !isWanted()) return;
     throwStatus(status);

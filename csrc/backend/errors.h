@@ -9,6 +9,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/python.h"
 #include "base/status.h"
 
 namespace mycoll {
@@ -65,36 +66,8 @@ class QuietScope {
   QuietScope& operator=(const QuietScope&) = delete;
 };
 
-// The functions of Python that backend/, which does not use Python's API, needs. bindings/ sets
-// them once, before the first group.
-struct PythonHooks {
-  // Returns true if a signal should end this thread's wait; the exception is then kept for this
-  // thread until raiseInterrupt().
-  bool (*isInterruptPending)() = nullptr;
-  // Throws the exception that isInterruptPending() kept; returns if there is none.
-  void (*raiseInterrupt)() = nullptr;
-  // Whether this thread holds the GIL.
-  bool (*holdsGil)() = nullptr;
-  // Whether Python has, or may have, threads other than the one that waits.
-  bool (*mayHaveOtherThreads)() = nullptr;
-  // Schedules a call of fn in the main thread, which raises what fn throws. Returns false if fn
-  // will not be called.
-  bool (*callInMainThread)(std::function<void()> fn) = nullptr;
-  // Describes the exception that this thread is handling, for the other ranks; "" if there is none.
-  // Takes the GIL.
-  std::string (*reasonToLeave)() = nullptr;
-  // Finds the place in the program that called: returns a number from BlackBox::intern(), or 0 if
-  // there is none (a thread that Python does not know). Takes the GIL.
-  uint32_t (*findCallSite)() = nullptr;
-};
-void setPythonHooks(PythonHooks hooks);
-bool isInterruptPending();
-std::string reasonToLeave();
 // Whether this is the thread in which Python handles signals.
 bool isMainThread();
-// Whether Python made the call that this thread is in; false for calls by torch's own C++.
-bool isCalledByPython();
-bool mayHaveOtherThreads();
 // Returns the place of the call that this thread is in, for operations that wait or have failed.
 // Known only in Python's main thread, which takes the GIL anyway to handle signals.
 uint32_t callSiteOfWaiter();

@@ -1,5 +1,4 @@
-#include "bindings/call_site.h"
-
+// Finds the user's line of Python that a call came from.
 #include <Python.h>
 #include <frameobject.h>
 #include <pybind11/pybind11.h>
@@ -8,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "backend/python.h"
 #include "observe/black_box.h"
 
 namespace py = pybind11;

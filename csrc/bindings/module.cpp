@@ -1,17 +1,14 @@
 // mycoll._C: what Python sees. No logic: translation between Python and backend/.
 //
-// GIL: released while anything blocks. Groups are dropped without it, as their destructor talks to
-// other ranks.
+// GIL: released while anything blocks.
 #include <Python.h>
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <atomic>
 #include <chrono>
 #include <exception>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,7 +28,6 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "base/wait.h"
-#include "bindings/call_site.h"
 #include "bindings/docstrings.h"
 #include "collectives/plan/shape.h"
 #include "device/device_group.h"
@@ -51,107 +47,17 @@ namespace doc = mycoll::doc;
 
 namespace {
 
-// An intrusive pointer whose last reference is dropped without the GIL.
-template <typename T>
-class NoGilPtr {
- public:
-  NoGilPtr() = default;
-  NoGilPtr(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}
-  // pybind11 hands over objects that it has just made.
-  explicit NoGilPtr(T* made) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(made)) {}
-  NoGilPtr(const NoGilPtr&) = default;
-  NoGilPtr(NoGilPtr&&) noexcept = default;
-  NoGilPtr& operator=(const NoGilPtr&) = default;
-  NoGilPtr& operator=(NoGilPtr&&) noexcept = default;
-  ~NoGilPtr() {
-    if (!pointer_ || !PyGILState_Check()) return;
-    const py::gil_scoped_release release;
-    pointer_.reset();
-  }
-
-  T* get() const { return pointer_.get(); }
-  T* operator->() const { return pointer_.get(); }
-  T& operator*() const { return *pointer_; }
-
- private:
-  c10::intrusive_ptr<T> pointer_;
-};
-
-// ~Endpoint may wait for the engine's thread.
-struct DeleteWithoutGil {
-  void operator()(mycoll::Endpoint* endpoint) const {
-    std::optional<py::gil_scoped_release> release;
-    if (PyGILState_Check()) release.emplace();
-    delete endpoint;
-  }
-};
-using NoGilEndpoint = std::unique_ptr<mycoll::Endpoint, DeleteWithoutGil>;
-
-}  // namespace
-
-PYBIND11_DECLARE_HOLDER_TYPE(T, NoGilPtr<T>, true)
-
-namespace {
-
 using mycoll::MycollBackend;
 using mycoll::MycollOptions;
 using mycoll::MycollWindow;
+using BackendPtr = c10::intrusive_ptr<MycollBackend>;
+using WindowPtr = c10::intrusive_ptr<MycollWindow>;
 using Milliseconds = std::chrono::milliseconds;
-
-// The exception that a signal handler raised while this thread waited without the GIL.
-thread_local std::exception_ptr pendingInterrupt;
-
-// As of the last look, which the main thread takes while it waits. 0: it has not taken one.
-std::atomic<int> pythonThreads{0};
-
-int countPythonThreads() {
-  int count = 0;
-  for (PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-       thread != nullptr; thread = PyThreadState_Next(thread)) {
-    ++count;
-  }
-  pythonThreads.store(count, std::memory_order_relaxed);
-  return count;
-}
-
-bool mayHaveOtherThreads() { return pythonThreads.load(std::memory_order_relaxed) != 1; }
-
-// Python handles signals in its main thread only; all others wait on.
-bool isInterruptPending() {
-  if (!mycoll::isMainThread() || !Py_IsInitialized()) return false;
-  const py::gil_scoped_acquire gil;
-  countPythonThreads();
-  if (PyErr_CheckSignals() == 0) return false;
-  pendingInterrupt = std::make_exception_ptr(py::error_already_set());
-  return true;
-}
-
-void raiseInterrupt() {
-  if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
-}
-
-// A group is often destroyed in a `finally`, on the way out after an exception.
-std::string reasonToLeave() {
-  if (!Py_IsInitialized()) return {};
-  const py::gil_scoped_acquire gil;
-  // Most often there is none. Then no Python is run: it might raise here what callInMainThread()
-  // has for the program.
-  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-  PyErr_GetExcInfo(&type, &value, &trace);
-  const bool isHandling = value != nullptr && value != Py_None;
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(trace);
-  if (!isHandling) return {};
-  try {
-    return py::module_::import("mycoll._leaving").attr("reason_to_destroy")().cast<std::string>();
-  } catch (const std::exception&) {
-    return {};
-  }
-}
+// Their destructors wait for other ranks, or for the engine's thread.
+using DropWithoutGil = py::release_gil_before_calling_cpp_dtor;
 
 void closeAll(const std::string& reason) {
-  const bool hasOthers = countPythonThreads() > 1;
+  const bool hasOthers = mycoll::countPythonThreads() > 1;
   const py::gil_scoped_release release;
   mycoll::Watchdog::get().beginExit();
   MycollBackend::closeAll(std::chrono::seconds(2), reason);
@@ -160,34 +66,11 @@ void closeAll(const std::string& reason) {
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
 }
 
-// [main thread, with the GIL]
-int callPending(void* argument) {
-  const std::unique_ptr<std::function<void()>> fn(static_cast<std::function<void()>*>(argument));
-  try {
-    const py::cpp_function call(*fn);  // turns what it throws into Python's
-    call();
-    return 0;
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return -1;
-  }
-}
-
-bool callInMainThread(std::function<void()> fn) {
-  auto kept = std::make_unique<std::function<void()>>(std::move(fn));
-  if (!Py_IsInitialized() || Py_AddPendingCall(&callPending, kept.get()) != 0) return false;
-  (void)kept.release();  // callPending's
-  return true;
-}
-
-bool holdsGil() { return PyGILState_Check() != 0; }
-
-NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                      int size, Milliseconds timeout, std::string groupId,
-                                      std::vector<int64_t> globalRanks,
-                                      const MycollOptions* options, bool hasDevice, bool isOfJob,
-                                      c10::intrusive_ptr<c10d::Backend::Options> shown,
-                                      bool enableReconfigure) {
+BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         Milliseconds timeout, std::string groupId,
+                         std::vector<int64_t> globalRanks, const MycollOptions* options,
+                         bool hasDevice, bool isOfJob,
+                         c10::intrusive_ptr<c10d::Backend::Options> shown, bool enableReconfigure) {
   // A copy: the user may use one object for several groups, and every group changes its own.
   auto own = options != nullptr ? c10::make_intrusive<MycollOptions>(*options)
                                 : c10::make_intrusive<MycollOptions>();
@@ -331,11 +214,11 @@ void defineWindow(py::module_& module) {
   defineWindowTypes(module);
   using NoGil = py::call_guard<py::gil_scoped_release>;
 #if MYCOLL_TORCH_HAS_WINDOW
-  using Class = py::class_<MycollWindow, NoGilPtr<MycollWindow>, c10d::Window>;
+  using Class = py::class_<MycollWindow, WindowPtr, c10d::Window>;
 #else
-  using Class = py::class_<MycollWindow, NoGilPtr<MycollWindow>>;
+  using Class = py::class_<MycollWindow, WindowPtr>;
 #endif
-  Class(module, "Window", doc::kWindow)
+  Class(module, "Window", DropWithoutGil(), doc::kWindow)
       .def("tensor_register", &MycollWindow::tensor_register, py::arg("tensor"),
            py::arg("owning") = true, NoGil(), doc::kWindowTensorRegister)
       .def("tensor_deregister", &MycollWindow::tensor_deregister, NoGil(),
@@ -453,12 +336,9 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint, NoGilEndpoint>(module, "Endpoint", doc::kEndpoint)
-      .def(py::init([](const std::string& name, Milliseconds timeout, const std::string& host) {
-             return NoGilEndpoint(MycollBackend::makeEndpoint(name, timeout, host).release());
-           }),
-           py::arg("name"), py::arg("timeout"), py::arg("store_host"),
-           py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
+  py::class_<mycoll::Endpoint>(module, "Endpoint", DropWithoutGil(), doc::kEndpoint)
+      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
+           py::arg("store_host"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
       .def_property_readonly("handle", &mycoll::Endpoint::handle, doc::kEndpointHandle)
       .def(
           "form",
@@ -466,9 +346,9 @@ PYBIND11_MODULE(_C, module) {
              Milliseconds formTimeout, const MycollOptions& options, bool hasDevice) {
             auto own = c10::make_intrusive<MycollOptions>(options);
             const py::gil_scoped_release release;
-            return NoGilPtr<MycollBackend>(MycollBackend::form(
+            return MycollBackend::form(
                 self, uuid, handles, formTimeout, std::move(own),
-                hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory()));
+                hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
           },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
           py::arg("has_device"), doc::kEndpointForm)
@@ -490,8 +370,8 @@ PYBIND11_MODULE(_C, module) {
       .def("loss_of", &mycoll::Endpoint::lossOf, py::arg("handle"),
            py::call_guard<py::gil_scoped_release>(), doc::kEndpointLossOf);
 
-  py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(module, "MycollBackend",
-                                                                    doc::kBackend)
+  py::class_<MycollBackend, BackendPtr, c10d::Backend>(module, "MycollBackend", DropWithoutGil(),
+                                                       doc::kBackend)
       .def(py::init(&createBackend), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
            py::arg("options").none(true) = nullptr, py::arg("has_device") = false,
@@ -562,8 +442,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "new_window",
           [](MycollBackend& self, const std::optional<at::Tensor>& tensor) {
-            return NoGilPtr<MycollWindow>(
-                c10::static_intrusive_pointer_cast<MycollWindow>(self.new_window(tensor)));
+            return c10::static_intrusive_pointer_cast<MycollWindow>(self.new_window(tensor));
           },
           py::arg("tensor") = std::nullopt, py::call_guard<py::gil_scoped_release>(),
           doc::kBackendNewWindow)
@@ -615,6 +494,4 @@ PYBIND11_MODULE(_C, module) {
 
   registerArgumentError(module);
   mycoll::defineOperators();
-  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads,
-                          &callInMainThread, &reasonToLeave, &mycoll::findCallSite});
 }

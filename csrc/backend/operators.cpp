@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <tuple>
 
 #include "backend/errors.h"
 #include "backend/layout.h"
@@ -17,25 +16,19 @@ namespace {
 
 // ---- on the CPU
 
-// A group's backend for CPU tensors, held while it is used: another thread may destroy the group.
-class GroupEnd {
- public:
-  GroupEnd(const char* function, const std::string& group)
-      : backend_(c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU)),
-        mycoll_(dynamic_cast<MycollBackend*>(backend_.get())) {
-    if (mycoll_ != nullptr) return;
-    throwArgumentError(
-        c10::str("torch.ops.mycoll.", function, ": group '", group,
-                 "' has no mycoll for CPU tensors, but '", backend_->getBackendName(),
-                 "'; make it with backend=\"mycoll\", without MYCOLL_CPU=gloo and "
-                 "TORCH_DISTRIBUTED_DEBUG=DETAIL, which put something else in its place"));
+// Returns a group's backend for CPU tensors, held: another thread may destroy the group.
+c10::intrusive_ptr<MycollBackend> backendOf(const char* function, const std::string& group) {
+  auto backend = c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU);
+  if (auto* const mycoll = dynamic_cast<MycollBackend*>(backend.get())) {
+    (void)backend.release();
+    return c10::intrusive_ptr<MycollBackend>::reclaim(mycoll);
   }
-  MycollBackend* operator->() const { return mycoll_; }
-
- private:
-  const c10::intrusive_ptr<c10d::Backend> backend_;
-  MycollBackend* const mycoll_;
-};
+  throwArgumentError(
+      c10::str("torch.ops.mycoll.", function, ": group '", group,
+               "' has no mycoll for CPU tensors, but '", backend->getBackendName(),
+               "'; make it with backend=\"mycoll\", without MYCOLL_CPU=gloo and "
+               "TORCH_DISTRIBUTED_DEBUG=DETAIL, which put something else in its place"));
+}
 
 // Returns the shape, of which all_gather and reduce_scatter change the first dimension.
 std::vector<int64_t> shapeOf(const char* function, const at::Tensor& x) {
@@ -47,7 +40,7 @@ std::vector<int64_t> shapeOf(const char* function, const at::Tensor& x) {
 }
 
 void allReduceInPlace(const at::Tensor& x, const std::string& group) {
-  const GroupEnd backend("all_reduce_", group);
+  const auto backend = backendOf("all_reduce_", group);
   static const c10d::AllreduceOptions kOptions = [] {
     c10d::AllreduceOptions options;
     options.asyncOp = false;
@@ -58,14 +51,14 @@ void allReduceInPlace(const at::Tensor& x, const std::string& group) {
 }
 
 at::Tensor allReduce(const at::Tensor& x, const std::string& group) {
-  const GroupEnd backend("all_reduce", group);
+  const auto backend = backendOf("all_reduce", group);
   at::Tensor sum = emptyLike(x);
   backend->allReduceInto(sum, x);
   return sum;
 }
 
 at::Tensor allGather(const at::Tensor& x, const std::string& group) {
-  const GroupEnd backend("all_gather", group);
+  const auto backend = backendOf("all_gather", group);
   std::vector<int64_t> shape = shapeOf("all_gather", x);
   shape[0] *= backend->getSize();
   at::Tensor all = emptyOfShape(shape, x.scalar_type());
@@ -77,7 +70,7 @@ at::Tensor allGather(const at::Tensor& x, const std::string& group) {
 }
 
 at::Tensor reduceScatter(const at::Tensor& x, const std::string& group) {
-  const GroupEnd backend("reduce_scatter", group);
+  const auto backend = backendOf("reduce_scatter", group);
   std::vector<int64_t> shape = shapeOf("reduce_scatter", x);
   if (shape[0] % backend->getSize() != 0) {
     throwArgumentError(c10::str(
@@ -116,51 +109,31 @@ at::Tensor metaOfReduceScatter(const at::Tensor& x, const std::string& group) {
 
 // ---- under autograd
 
-void refuseGradient(const char* name, const at::Tensor& tensor) {
-  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return;
-  throwArgumentError(c10::str(
-      name,
-      " has no gradient, but one of its tensors requires one: call it under torch.no_grad() "
-      "or torch.inference_mode(), or take torch.distributed.nn.functional, which has some"));
-}
-template <typename Other>
-void refuseGradient(const char*, const Other&) {}
-
-template <typename Signature>
-struct WithoutGradient;
-
-// kName is the name of the operator. The kernel refuses tensors that require a gradient, and passes
-// on all others.
-template <typename Result, typename... Arguments>
-struct WithoutGradient<Result(Arguments...)> {
-  template <const char* kName, bool kIsInPlace>
-  static Result call(c10::DispatchKeySet keys, Arguments... arguments) {
-    (refuseGradient(kName, arguments), ...);
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(kName, "")
-                               .template typed<Result(Arguments...)>();
-    if constexpr (kIsInPlace) {
-      op.redispatch(keys & c10::after_autograd_keyset, arguments...);
-      const at::Tensor& written = std::get<0>(std::tie(arguments...));
-      // So that autograd notices that a tensor which it saved has changed.
-      if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
-    } else {
-      return op.redispatch(keys & c10::after_autograd_keyset, arguments...);
-    }
-  }
-};
-
-template <const char* kName, bool kIsInPlace = false, typename Signature>
-torch::CppFunction withoutGradient(Signature* kernel) {
-  (void)kernel;  // for its type
-  return torch::CppFunction(
-      TORCH_FN((WithoutGradient<Signature>::template call<kName, kIsInPlace>)));
-}
-
 constexpr char kAllReduceInPlace[] = "mycoll::all_reduce_";
 constexpr char kAllReduce[] = "mycoll::all_reduce";
 constexpr char kAllGather[] = "mycoll::all_gather";
 constexpr char kReduceScatter[] = "mycoll::reduce_scatter";
+
+// Refuses a tensor that requires a gradient, and passes on all others.
+template <const char* kName, typename Result>
+Result passOn(c10::DispatchKeySet keys, const at::Tensor& x, const std::string& group) {
+  if (x.requires_grad() && at::GradMode::is_enabled()) {
+    throwArgumentError(c10::str(
+        kName,
+        " has no gradient, but one of its tensors requires one: call it under torch.no_grad() "
+        "or torch.inference_mode(), or take torch.distributed.nn.functional, which has some"));
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(kName, "")
+                             .template typed<Result(const at::Tensor&, const std::string&)>();
+  return op.redispatch(keys & c10::after_autograd_keyset, x, group);
+}
+
+void passOnInPlace(c10::DispatchKeySet keys, const at::Tensor& x, const std::string& group) {
+  passOn<kAllReduceInPlace, void>(keys, x, group);
+  // So that autograd notices that a tensor which it saved has changed.
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
 
 torch::Library* libraryFor(torch::Library::Kind kind, std::optional<c10::DispatchKey> key) {
   // Never destroyed: at the end of the process, torch may be destroyed first.
@@ -189,10 +162,10 @@ bool define() {
   meta.impl("reduce_scatter", TORCH_FN(metaOfReduceScatter));
 
   torch::Library& autograd = *libraryFor(torch::Library::IMPL, c10::DispatchKey::Autograd);
-  autograd.impl("all_reduce_", withoutGradient<kAllReduceInPlace, true>(allReduceInPlace));
-  autograd.impl("all_reduce", withoutGradient<kAllReduce>(allReduce));
-  autograd.impl("all_gather", withoutGradient<kAllGather>(allGather));
-  autograd.impl("reduce_scatter", withoutGradient<kReduceScatter>(reduceScatter));
+  autograd.impl("all_reduce_", TORCH_FN(passOnInPlace));
+  autograd.impl("all_reduce", TORCH_FN((passOn<kAllReduce, at::Tensor>)));
+  autograd.impl("all_gather", TORCH_FN((passOn<kAllGather, at::Tensor>)));
+  autograd.impl("reduce_scatter", TORCH_FN((passOn<kReduceScatter, at::Tensor>)));
   return true;
 }
 

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/os.h"
+#include "base/recycler.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {
@@ -24,7 +25,7 @@ namespace {
 struct EventPool {
   using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
   Mutex mutex;
-  std::map<Kind, std::vector<EventPtr::Entry*>> free GUARDED_BY(mutex);
+  std::map<Kind, std::vector<c10::Event*>> free GUARDED_BY(mutex);
 };
 
 EventPool& pool() { return perProcess<EventPool>(); }
@@ -39,19 +40,23 @@ bool isDirect(const c10::Event& event) {
 
 // Returns an event that was not recorded yet, or is no longer in use.
 EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
-  std::vector<EventPtr::Entry*>* home = nullptr;
-  if (!isCaptured) {
-    EventPool& events = pool();
-    MutexLock lock(events.mutex);
-    home = &events.free[{device.type(), device.index(), isTimed}];
-    if (!home->empty()) {
-      EventPtr event(home->back());
-      home->pop_back();
-      return event;
-    }
-  }
   const auto flag = isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
-  return EventPtr(new EventPtr::Entry{c10::Event(device.type(), flag), home});
+  if (isCaptured) return std::make_shared<c10::Event>(device.type(), flag);
+  EventPool& events = pool();
+  c10::Event* event = nullptr;
+  MutexLock lock(events.mutex);
+  std::vector<c10::Event*>* const home = &events.free[{device.type(), device.index(), isTimed}];
+  if (!home->empty()) {
+    event = home->back();
+    home->pop_back();
+  }
+  lock.unlock();
+  if (event == nullptr) event = new c10::Event(device.type(), flag);
+  const auto giveBack = [home](c10::Event* unused) {
+    const MutexLock returning(pool().mutex);
+    home->push_back(unused);
+  };
+  return EventPtr(event, giveBack, Recycler<c10::Event>());
 }
 
 }  // namespace
@@ -80,15 +85,6 @@ bool isCapturing(const c10::Stream& stream) {
 #else
   return false;
 #endif
-}
-
-void EventPtr::drop() {
-  if (entry_->home == nullptr) {
-    delete entry_;
-    return;
-  }
-  MutexLock lock(pool().mutex);
-  entry_->home->push_back(entry_);
 }
 
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {

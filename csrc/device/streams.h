@@ -3,7 +3,7 @@
 // and waiting call it directly.
 //
 // Thread contract: [any thread], with or without the GIL.
-// Lifetimes: an event returns to its pool with its last EventPtr; the pool is never destroyed.
+// Lifetimes: the pool of events is never destroyed.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,6 +12,7 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -21,38 +22,9 @@
 
 namespace mycoll {
 
-// A shared event: like a shared_ptr, without a second allocation.
-class EventPtr {
- public:
-  struct Entry {
-    c10::Event event;
-    std::vector<Entry*>* home;  // the free events of its kind; null: it is not reused
-    std::atomic<int> holders{0};
-  };
-
-  EventPtr() = default;
-  explicit EventPtr(Entry* entry) : entry_(entry) {
-    if (entry_) entry_->holders.fetch_add(1, std::memory_order_relaxed);
-  }
-  EventPtr(const EventPtr& other) : EventPtr(other.entry_) {}
-  EventPtr(EventPtr&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
-  EventPtr& operator=(EventPtr other) noexcept {
-    std::swap(entry_, other.entry_);
-    return *this;
-  }
-  ~EventPtr() {
-    if (entry_ && entry_->holders.fetch_sub(1, std::memory_order_acq_rel) == 1) drop();
-  }
-
-  c10::Event& operator*() const { return entry_->event; }
-  c10::Event* operator->() const { return &entry_->event; }
-  explicit operator bool() const { return entry_ != nullptr; }
-
- private:
-  void drop();
-
-  Entry* entry_ = nullptr;
-};
+// Its event returns to the pool of its kind with the last pointer; one that belongs to a graph is
+// destroyed.
+using EventPtr = std::shared_ptr<c10::Event>;
 
 // While it lives, the device is this thread's current one. Required before any call of CUDA's
 // runtime: most create a context on the current device, which is the first device on a new thread,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/callback_pool.h"
+#include "backend/python.h"
 #include "base/wait.h"
 
 namespace mycoll {
@@ -34,7 +35,7 @@ constexpr std::chrono::milliseconds kPatience(2);
 struct CallbackOrder::Entry {
   std::function<void()> begin;  // of a collective
   bool isCollective = false;
-  bool isOver = false;
+  bool isOver = false;  // a collective: it has begun
 };
 
 // Guarded by the order's mutex.
@@ -83,12 +84,10 @@ CallbackOrder::Ptr CallbackOrder::here(const Ptr& order) {
 // A future belongs to the order in which its collective was called, even if a callback is the first
 // to ask for it. If it is asked for in an outer order, it belongs there: the callback that called
 // the collective may be over.
-CallbackOrder::Ptr CallbackOrder::ofFuture(const Ptr& order) {
-  Ptr asked = here(order);
-  return order->depth_ < asked->depth_ ? order : asked;
-}
-
-CallbackOrder::TurnPtr CallbackOrder::add(const Ptr& order, const FuturePtr& future) {
+CallbackOrder::TurnPtr CallbackOrder::add(const Ptr& called, const FuturePtr& future) {
+  if (!called || !isCalledByPython()) return nullptr;
+  const Ptr asked = here(called);
+  const Ptr& order = called->depth_ < asked->depth_ ? called : asked;
   const auto turn = std::make_shared<Turn>(order, future);
   future->addCallback([turn](Future&) { turn->order->enter(*turn); });
   const MutexLock lock(order->mutex_);
@@ -182,6 +181,7 @@ void CallbackOrder::complete(const TurnPtr& turn) {
 }
 
 void CallbackOrder::ready(TurnPtr turn, std::function<void()> complete) {
+  if (!turn) return CallbackPool::get().post(std::move(complete));
   const Ptr order = turn->order;
   {
     const MutexLock lock(order->mutex_);
@@ -268,6 +268,7 @@ void CallbackOrder::advance(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
       first->begin = nullptr;
       lock.lock();
       isBeginning_ = false;
+      first->isOver = true;
     } else if (!first->isOver) {
       break;
     }
@@ -298,32 +299,37 @@ void CallbackOrder::beginIfInside(const EntryPtr& entry) {
   }
   lock.lock();
   isBeginning_ = false;
+  for (const EntryPtr& each : begun) each->isOver = true;
   advance(lock);
+}
+
+CallbackOrder::Outcome CallbackOrder::await(const EntryPtr& entry, Deadline deadline,
+                                            bool (*isInterrupted)()) {
+  MutexLock lock(mutex_);
+  const auto isOver = [&]() REQUIRES(mutex_) { return entry->isOver; };
+  while (!changed_.wait_for(lock.native(), kWaitTick, isOver)) {
+    lock.unlock();
+    if (deadline.expired()) return Outcome::kTimeout;
+    if (isInterrupted && isInterrupted()) return Outcome::kInterrupted;
+    lock.lock();
+  }
+  return Outcome::kIdle;
 }
 
 CallbackOrder::Outcome CallbackOrder::pass(Deadline deadline, bool (*isInterrupted)()) {
   MutexLock lock(mutex_);
   if (!isBlockedNow()) return Outcome::kIdle;
   const EntryPtr own = append([] {});
-  const auto find = [&]() REQUIRES(mutex_) {
-    return std::find(entries_.begin(), entries_.end(), own);
-  };
-  while (find() != entries_.end()) {
-    changed_.wait_for(lock.native(), kWaitTick);
-    lock.unlock();
-    const Outcome end = deadline.expired()                 ? Outcome::kTimeout
-                        : isInterrupted && isInterrupted() ? Outcome::kInterrupted
-                                                           : Outcome::kIdle;
-    lock.lock();
-    if (end == Outcome::kIdle) continue;
-    while (isBeginning_) changed_.wait(lock.native());
-    if (find() == entries_.end()) break;
-    entries_.erase(find());
-    count(-1);
-    advance(lock);
-    return end;
-  }
-  return Outcome::kIdle;
+  lock.unlock();
+  const Outcome outcome = await(own, deadline, isInterrupted);
+  if (outcome == Outcome::kIdle) return outcome;
+  lock.lock();
+  while (isBeginning_) changed_.wait(lock.native());
+  if (own->isOver) return Outcome::kIdle;
+  std::erase(entries_, own);
+  count(-1);
+  advance(lock);
+  return outcome;
 }
 
 void CallbackOrder::awaitIdle() {

@@ -72,13 +72,13 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Returns the order that applies to this thread in the group of `order`: the one beneath the
   // callback that the thread runs, or the group's own.
   static Ptr here(const Ptr& order);
-  // Returns the order of a future that this thread asks for, of a collective called under `order`.
-  static Ptr ofFuture(const Ptr& order);
 
-  // Adds a future that has no callbacks yet.
+  // Adds a future that has no callbacks yet, of a collective called under `order`, and that this
+  // thread asks for. Returns null if it is in no order: `order` is null, or Python does not ask.
   static TurnPtr add(const Ptr& order, const FuturePtr& future);
-  // Called when the operation is over: `complete` will complete the future. It must not throw.
-  // The caller keeps no reference to the turn, whose future holds tensors of the program.
+  // Called when the operation is over: `complete` will complete the future, on the CallbackPool. It
+  // must not throw. The caller keeps no reference to the turn, whose future holds tensors of the
+  // program. turn: null if the future is in no order.
   static void ready(TurnPtr turn, std::function<void()> complete);
 
   // Returns true if a collective that is called now must wait for callbacks or held collectives.
@@ -89,8 +89,9 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Begins a held collective immediately, with those before it, if this thread runs a callback of
   // the group: the callback waits for it.
   void beginIfInside(const EntryPtr& entry);
-  // As hold(), for a collective that the caller begins itself: returns when it may. isInterrupted
-  // may be null.
+  // Waits until a held collective has begun. isInterrupted may be null.
+  Outcome await(const EntryPtr& entry, Deadline deadline, bool (*isInterrupted)());
+  // As hold() and await(), for a collective that the caller begins itself.
   Outcome pass(Deadline deadline, bool (*isInterrupted)());
 
   // Whether futures or collectives are pending in any order of this process.

@@ -39,14 +39,16 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
     block.works.push_back(launchNow(each.request, each.outputs));
   }
   if (!block.onDevice.empty()) {
-    const auto extensions = std::make_shared<std::vector<std::shared_ptr<void>>>();
+    std::vector<std::shared_ptr<void>> extensions;
     for (Coalesced& each : block.onDevice) {
-      if (each.request.extension) extensions->push_back(std::move(each.request.extension));
+      if (each.request.extension) extensions.push_back(std::move(each.request.extension));
     }
-    auto extras = deviceExtras(caller, c10d::OpType::COALESCED, CallbackOrder::here(callbacks_),
-                               extensions->empty() ? nullptr : extensions);
+    DeviceSupport::Extras extras = deviceExtras(CallbackOrder::here(callbacks_));
+    const bool isHooked = extras.wantsWork;
     WorkPtr onDevice =
         block.generation.device->launchBatch(std::move(block.onDevice), std::move(extras));
+    if (isHooked) hook_->runAfter(onDevice);
+    if (!extensions.empty()) callWhenOver(onDevice, [extensions](auto) {});
     if (block.works.empty()) return withHooks(std::move(onDevice));
     block.works.push_back(std::move(onDevice));
   }

@@ -1,10 +1,25 @@
 #include "backend/completion_hook.h"
 
+#include <chrono>
+
+#include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/log.h"
 #include "base/wait.h"
 
 namespace mycoll {
+
+void callWhenOver(const c10::intrusive_ptr<c10d::Work>& work,
+                  std::function<void(c10d::WorkResult)> fn) {
+  work->getFutureResult()->addCallback([work, fn = std::move(fn)](c10::ivalue::Future& future) {
+    const auto result = static_cast<c10d::WorkResult>(future.value().toInt());
+    const auto call = [work, fn, result] {
+      runCallbacks(work->retrieveOpType(), [&] { fn(result); });
+    };
+    // If the work is over already, this is the thread that launched it.
+    CallbackPool::isHere() ? call() : CallbackPool::get().post(call);
+  });
+}
 
 bool CompletionHook::set(Call&& hook) {
   const MutexLock lock(mutex_);
@@ -38,20 +53,14 @@ std::shared_ptr<void> CompletionHook::addPending() {
           }};
 }
 
-CompletionHook::Call CompletionHook::forWork() {
-  if (!isSet()) return {};
-  return [this, pending = addPending()](std::shared_ptr<c10d::WorkInfo> info) {
-    run(std::move(info));
-  };
-}
-
-CompletionHook::CallWhenOver CompletionHook::forDevice(c10d::OpType type, uint64_t sequence) {
-  if (!isSet()) return {};
-  return [this, type, sequence, pending = addPending()](std::chrono::nanoseconds took) {
+void CompletionHook::runAfter(const c10::intrusive_ptr<c10d::Work>& work) {
+  callWhenOver(work, [this, work = work.get(), pending = addPending()](c10d::WorkResult) {
     const auto ended = std::chrono::steady_clock::now();
-    run(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
-                                         std::chrono::duration<float, std::nano>(took)));
-  };
+    const std::chrono::duration<float, std::milli> took(work->getDuration());
+    run(std::make_shared<c10d::WorkInfo>(
+        work->retrieveOpType(), work->getSequencenumber(),
+        ended - std::chrono::duration_cast<std::chrono::nanoseconds>(took), ended, took));
+  });
 }
 
 void CompletionHook::awaitAll() {

@@ -1,12 +1,13 @@
-// CompletionHook: the function that the program has registered for the ends of a group's
-// operations, and the number of operations that have yet to call it.
+// What the program has registered for the ends of operations.
+//
+// CompletionHook: the function for all operations of a group, and the number of those that have yet
+// to call it.
 //
 // Thread contract: [any thread]; never called with the GIL held. Lifetime: held by its group and by
 // the operations that will call it.
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -18,10 +19,14 @@
 
 namespace mycoll {
 
+// Calls fn once on the CallbackPool when the work is over, with its result. Keeps the work until
+// then. An exception of fn is logged.
+void callWhenOver(const c10::intrusive_ptr<c10d::Work>& work,
+                  std::function<void(c10d::WorkResult)> fn);
+
 class CompletionHook : public std::enable_shared_from_this<CompletionHook> {
  public:
   using Call = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
-  using CallWhenOver = std::function<void(std::chrono::nanoseconds took)>;
 
   explicit CompletionHook(std::string group) : group_(std::move(group)) {}
 
@@ -33,11 +38,9 @@ class CompletionHook : public std::enable_shared_from_this<CompletionHook> {
   // the group. By default only the first exception of each hook is logged: it may throw at every
   // operation.
   void run(std::shared_ptr<c10d::WorkInfo> info);
-  // Return a function for one operation, which calls run(). The operation counts as pending until
-  // the last copy of the function is destroyed, even if its call was refused. Empty: no hook is
-  // set.
-  Call forWork();
-  CallWhenOver forDevice(c10d::OpType type, uint64_t sequence);
+  // Calls run() when the work is over, which counts as pending until then. isSet() must hold; the
+  // work must measure its duration.
+  void runAfter(const c10::intrusive_ptr<c10d::Work>& work);
 
   // Waits until no operation is pending. Throws if a signal must be handled.
   void awaitAll();

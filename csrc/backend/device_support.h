@@ -11,7 +11,6 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "backend/completion_hook.h"
 #include "backend/options.h"
 #include "backend/request.h"
 #include "base/deadline.h"
@@ -28,9 +27,7 @@ class DeviceSupport {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   struct Extras {
     bool isTimed = false;
-    // Called once on the callback pool when the operation is over, which is then timed. May be
-    // empty.
-    CompletionHook::CallWhenOver whenOver;
+    bool wantsWork = false;  // a Work is needed even if the request is synchronous
     // Orders the callbacks of futures that are not complete immediately; null: they run when they
     // can.
     std::shared_ptr<CallbackOrder> order;
@@ -38,8 +35,8 @@ class DeviceSupport {
 
   virtual ~DeviceSupport() = default;
 
-  // Carries out the request. Returns a Work, or null if there is nothing left to wait for on the
-  // caller's stream.
+  // Carries out the request. Returns a Work; or null, if none is wanted and the request is
+  // synchronous: then there is nothing left to wait for on the caller's stream.
   virtual WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) = 0;
   // Launches the requests, of which there is at least one, together.
   virtual WorkPtr launchBatch(std::vector<Coalesced> batch, Extras extras) = 0;

@@ -70,11 +70,8 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
 
 void MycollBackend::awaitCallbacks(const Request& request, CallbackOrder& order) const {
   const Milliseconds timeout = timeoutOf(request);
-  switch (order.pass(Deadline::after(timeout), isInterruptPending)) {
-    case CallbackOrder::Outcome::kIdle: return;
-    case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
-    case CallbackOrder::Outcome::kTimeout: throwStatus(heldTooLong(describe(request), timeout));
-  }
+  throwUnlessIdle(order.pass(Deadline::after(timeout), isInterruptPending), describe(request),
+                  timeout);
 }
 
 std::string MycollBackend::describe(const Request& request) const {
@@ -90,14 +87,13 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
 MycollBackend::WorkPtr MycollBackend::withHooks(WorkPtr work) const {
   if (!work || completionHooks_->isEmpty()) return work;
   const bool isTimed = isTimed_ && dynamic_cast<CoalescedWork*>(work.get()) == nullptr;
-  work->getFutureResult()->addCallback(
-      [hooks = completionHooks_, work, isTimed](c10::ivalue::Future& result) {
-        if (result.value().toInt() != static_cast<int64_t>(c10d::WorkResult::SUCCESS)) return;
-        c10d::CompletionHookArgs over;
-        over.completionKey = work->getCompletionKey();
-        if (isTimed) over.duration_ms = work->getDuration();
-        for (const auto& hook : hooks->all()) (*hook)(over);
-      });
+  callWhenOver(work, [hooks = completionHooks_, work = work.get(), isTimed](auto result) {
+    if (result != c10d::WorkResult::SUCCESS) return;
+    c10d::CompletionHookArgs over;
+    over.completionKey = work->getCompletionKey();
+    if (isTimed) over.duration_ms = work->getDuration();
+    for (const auto& hook : hooks->all()) (*hook)(over);
+  });
   return work;
 }
 #else
@@ -148,18 +144,9 @@ MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outp
   return work;
 }
 
-DeviceSupport::Extras MycollBackend::deviceExtras(const UserCall& caller, c10d::OpType type,
-                                                  std::shared_ptr<CallbackOrder> order,
-                                                  std::shared_ptr<void> extension) {
-  const uint64_t sequence = hook_->isSet() ? caller.generation.sequence() : 0;
-  auto whenOver = hook_->forDevice(type, sequence);
-  if (extension) {
-    whenOver = [extension = std::move(extension),
-                hook = std::move(whenOver)](std::chrono::nanoseconds took) {
-      if (hook) hook(took);
-    };
-  }
-  return {isTimed_, std::move(whenOver), std::move(order)};
+DeviceSupport::Extras MycollBackend::deviceExtras(std::shared_ptr<CallbackOrder> order) const {
+  const bool isHooked = hook_->isSet();
+  return {isTimed_ || isHooked, isHooked, std::move(order)};
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
@@ -174,9 +161,16 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     block_.onDevice.push_back({std::move(request), {}, outputs.vec()});
     return nullptr;
   }
-  DeviceSupport::Extras extras =
-      deviceExtras(request.caller, request.type, std::move(order), std::move(request.extension));
-  return device->launch(request, outputs, std::move(extras));
+  const std::shared_ptr<void> extension = std::move(request.extension);
+  DeviceSupport::Extras extras = deviceExtras(std::move(order));
+  const bool isHooked = extras.wantsWork;
+  extras.wantsWork |= extension != nullptr;
+  const WorkPtr work = device->launch(request, outputs, std::move(extras));
+  if (isHooked) hook_->runAfter(work);
+  if (extension) callWhenOver(work, [extension](auto) {});  // which holds it until then
+  if (request.async) return work;
+  if (work) work->wait();
+  return nullptr;
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
@@ -201,12 +195,12 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::Ten
                                                        MycollWork::Ops ops, std::string heldCall) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
-  extras.isTimed = isTimed_;
+  const bool isHooked = hook_->isSet();
+  extras.isTimed = isTimed_ || isHooked;
   extras.started = MycollWork::Clock::now();
   extras.timeout = timeoutOf(request);
   extras.extension = std::move(request.extension);
   if (!request.isMessage()) extras.order = CallbackOrder::here(callbacks_);
-  extras.hook = hook_->forWork();
   extras.perList = request.perList;
   extras.heldCall = std::move(heldCall);
   if (request.isProfiled && request.async) {
@@ -217,6 +211,7 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::Ten
                                               request.type, std::move(ops), outputs.vec(),
                                               std::move(extras));
   work->start();
+  if (isHooked) hook_->runAfter(work);
   if (request.async && isCoalescing()) block_.works.push_back(work);
   return work;
 }

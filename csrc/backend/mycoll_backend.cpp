@@ -219,17 +219,6 @@ void MycollBackend::eagerConnectSingleDevice(at::Device device) {
   support->connect(device);
 }
 
-void MycollBackend::registerMemory(at::Device device, void* address, size_t bytes,
-                                   bool isSymmetric) {
-  const auto support = enter("register_mem_pool").generation.device;
-  if (support) support->registerMemory(device, address, bytes, isSymmetric);
-}
-
-void MycollBackend::deregisterMemory(void* address) {
-  const auto support = enter("deregister_mem_pool").generation.device;
-  if (support) support->deregisterMemory(address);
-}
-
 int64_t MycollBackend::ncclComm() const {
   const UserCall caller = enter("_comm_ptr");
   const auto& support = caller.generation.device;
@@ -245,11 +234,6 @@ int64_t MycollBackend::ncclComm() const {
 uint64_t MycollBackend::getSequenceNumberForGroup() {
   owner_.check(groupName_, "get_sequence_number");
   return generations_.current().sequence();
-}
-
-std::string MycollBackend::deviceTransport() const {
-  const auto support = generations_.current().device;
-  return support ? support->path() : "";
 }
 
 c10d::ErrorType MycollBackend::getError() {

@@ -90,11 +90,10 @@ class MycollBackend final : public c10d::Backend {
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return callOf("transport").communicator()->transport(); }
   std::string encryption() const { return callOf("encryption").communicator()->encryption(); }
-  // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
-  std::string deviceTransport() const;
-  // Memory that NCCL may use without copies: see DeviceSupport.
-  void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
-  void deregisterMemory(void* address);
+  // What handles tensors on devices; null: nothing does. For `function` of the program.
+  std::shared_ptr<DeviceSupport> device(const char* function) const {
+    return enter(function).generation.device;
+  }
   int64_t ncclComm() const;
   // The options of this group, with its present timeout: a copy, unless another backend's options
   // are shown.
@@ -287,9 +286,8 @@ class MycollBackend final : public c10d::Backend {
   Milliseconds timeoutOf(const Request& request) const {
     return request.timeout > Milliseconds(0) ? request.timeout : generations_.timeout();
   }
-  DeviceSupport::Extras deviceExtras(const UserCall& caller, c10d::OpType type,
-                                     std::shared_ptr<CallbackOrder> order,
-                                     std::shared_ptr<void> extension);
+  // wantsWork: whether the completion hook is to be called.
+  DeviceSupport::Extras deviceExtras(std::shared_ptr<CallbackOrder> order) const;
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;

@@ -56,12 +56,19 @@ c10::IValue futureValue(const std::vector<at::Tensor>& outputs, size_t perList) 
   return lists;
 }
 
-Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout) {
-  return Status(Code::kTimeout,
-                c10::str(call,
-                         " has not started: an earlier operation's future has not completed, or a "
-                         "callback of it has not returned, within ",
-                         timeout.count(), " ms"));
+void throwUnlessIdle(CallbackOrder::Outcome outcome, const std::string& call,
+                     std::chrono::milliseconds waited) {
+  switch (outcome) {
+    case CallbackOrder::Outcome::kIdle: return;
+    case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
+    case CallbackOrder::Outcome::kTimeout:
+      throwStatus(
+          Status(Code::kTimeout,
+                 c10::str(call,
+                          " has not started: an earlier operation's future has not completed, or a "
+                          "callback of it has not returned, within ",
+                          waited.count(), " ms")));
+  }
 }
 
 MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
@@ -70,8 +77,8 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
                  extras.profilingTitle.empty() ? nullptr : extras.profilingTitle.c_str(),
                  extras.profiledInputs),
       communicator_(std::move(communicator)),
-      held_(extras.heldCall.empty() ? nullptr : std::make_unique<Held>(std::move(extras.heldCall))),
-      hasBegun_(held_ == nullptr),
+      heldCall_(std::move(extras.heldCall)),
+      hasBegun_(heldCall_.empty()),
       ops_(std::move(ops)),
       outputs_(std::move(outputs)),
       started_(extras.started),
@@ -81,13 +88,12 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
-      hook_(std::move(extras.hook)),
       extension_(std::move(extras.extension)) {}
 
 // Takes no lock: no other thread knows the work yet.
 void MycollWork::start() NO_THREAD_SAFETY_ANALYSIS {
-  const bool hasMoreToDo = !copyBacks_.empty() || hook_ || extension_ || isTimed_ ||
-                           recordFunctionEndCallback_ != nullptr;
+  const bool hasMoreToDo =
+      !copyBacks_.empty() || extension_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
   if (hasMoreToDo) watch();
 }
 
@@ -107,44 +113,19 @@ void MycollWork::begin(Ops ops) {
     unfinishedOps_.store(ops_.size(), std::memory_order_relaxed);
     hasBegun_.store(true, std::memory_order_release);
     isWatched = isWatched_;
-    held_->begun.notify_all();
   }
   if (isWatched) watchOps();
-}
-
-void MycollWork::setEntry(CallbackOrder::EntryPtr entry) {
-  MutexLock lock(lock_);
-  held_->entry = std::move(entry);
-}
-
-void MycollWork::beginIfInCallback() {
-  CallbackOrder::EntryPtr entry;
-  {
-    MutexLock lock(lock_);
-    entry = held_->entry;
-  }
-  if (entry) order_->beginIfInside(entry);
 }
 
 void MycollWork::awaitBegin(Deadline deadline) {
   const auto waited = [this] {
     return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started_);
   };
-  const Deadline callEnds = timeout_ > std::chrono::milliseconds(0)
-                                ? Deadline::after(timeout_ - waited())
-                                : Deadline::never();
-  MutexLock lock(lock_);
-  while (!hasBegun()) {
-    held_->begun.wait_for(lock.native(), kWaitTick);
-    if (hasBegun()) return;
-    if (deadline.expired() || callEnds.expired()) {
-      const QuietScope quiet;  // the wait is over, not the operation
-      throwStatus(heldTooLong(held_->call, waited()));
-    }
-    lock.unlock();
-    if (isInterruptPending()) throwStatus(interrupted());
-    lock.lock();
-  }
+  const bool isTimeLimited = timeout_ > std::chrono::milliseconds(0);
+  if (isTimeLimited) deadline = earlier(deadline, Deadline::after(timeout_ - waited()));
+  const CallbackOrder::Outcome outcome = order_->await(heldAs_, deadline, isInterruptPending);
+  const QuietScope quiet;  // the wait is over, not the operation
+  throwUnlessIdle(outcome, heldCall_, waited());
 }
 
 void MycollWork::watchOps() {
@@ -171,7 +152,6 @@ void MycollWork::finish() {
   // This thread, which may be the engine's, does not drop the program's objects: they move to the
   // pool, or stay with the Work.
   CopyBacks copyBacks;
-  Hook hook;
   FuturePtr future;
   CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
@@ -189,34 +169,27 @@ void MycollWork::finish() {
     if (status_.ok()) {
       for (const CopyBack& copy : copyBacks) copy.run();
     }
-    hook.swap(hook_);
     future = future_;
     turn.swap(turn_);
     resultFuture = resultFuture_;
     extension_.reset();
-    if (isTimed_ || hook) ended_ = Clock::now();
+    if (isTimed_) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
   }
   if (recordFunctionEndCallback_) recordFunctionEndCallback_();
   const auto self = [this] {
     return c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   };
-  if (turn) {
+  if (future) {
     CallbackOrder::ready(std::move(turn), [self = self(), future = std::move(future)] {
       self->completeFuture(future);
     });
   }
-  if (!future && !resultFuture && !hook) return;
-  CallbackPool::get().post([self = self(), future = std::move(future),
-                            resultFuture = std::move(resultFuture), hook = std::move(hook)] {
-    if (future) self->completeFuture(future);
-    if (resultFuture) completeResult(resultFuture, self->status_, self->opType_);
-    if (hook) {
-      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
-                                            self->started_, self->ended_,
-                                            self->ended_ - self->started_));
-    }
-  });
+  if (resultFuture) {
+    CallbackPool::get().post([self = self(), resultFuture = std::move(resultFuture)] {
+      completeResult(resultFuture, self->status_, self->opType_);
+    });
+  }
 }
 
 // Const, as those functions of torch's Work are that may be the first to see the end.
@@ -325,7 +298,7 @@ FuturePtr MycollWork::getFuture() {
     isComplete = isDone();
     if (!isComplete && isCalledByPython()) {
       isAsked_.store(true, std::memory_order_release);
-      if (order_) turn_ = CallbackOrder::add(CallbackOrder::ofFuture(order_), future);
+      turn_ = CallbackOrder::add(order_, future);
     }
   }
   if (isComplete) {

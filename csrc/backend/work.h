@@ -2,7 +2,7 @@
 //
 // Thread contract: everything [any thread], with or without the GIL, except wait(), which must not
 // hold it. An operation is over for the user when finish() has run: it copies results back,
-// notifies the profiler, and posts futures and hooks. The first thread that sees the engine done
+// notifies the profiler, and posts futures. The first thread that sees the engine done
 // runs it: one that waits or polls, or (if there is something to copy or to notify) the one that
 // completes the last operation.
 // A collective that follows futures whose callbacks have not run is held: it has no operations
@@ -19,7 +19,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -38,12 +37,10 @@ namespace mycoll {
 class MycollWork final : public c10d::Work {
  public:
   using Ops = c10::SmallVector<OpPtr, 1>;
-  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
   using Clock = std::chrono::steady_clock;
 
   struct Extras {
     CopyBacks copyBacks;
-    Hook hook;                   // called once, when done; may be empty
     bool isTimed = false;        // record when it ended
     size_t perList = 0;          // see Request::perList
     std::string profilingTitle;  // empty: not profiled
@@ -63,8 +60,8 @@ class MycollWork final : public c10d::Work {
   void start();
   // Called once on a held work, when its operations have been submitted.
   void begin(Ops ops);
-  // Sets the held work's place. Null: it has begun immediately.
-  void setEntry(CallbackOrder::EntryPtr entry);
+  // Sets the held work's place, before the program gets the work. Null: it has begun immediately.
+  void setEntry(CallbackOrder::EntryPtr entry) { heldAs_ = std::move(entry); }
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -98,19 +95,16 @@ class MycollWork final : public c10d::Work {
   void watchOps();
   bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }
   // Begins a held work if this thread runs a callback of the group.
-  void beginIfInCallback();
+  void beginIfInCallback() {
+    if (heldAs_) order_->beginIfInside(heldAs_);
+  }
   void awaitBegin(Deadline deadline);
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
   const OwningProcess owner_;
-  // The state of a held work until begin().
-  struct Held {
-    std::string call;
-    CallbackOrder::EntryPtr entry;  // guarded by lock_
-    std::condition_variable begun;
-  };
-  const std::unique_ptr<Held> held_;
+  const std::string heldCall_;      // see Extras
+  CallbackOrder::EntryPtr heldAs_;  // set before other threads know the work
   std::atomic<bool> hasBegun_;
   Ops ops_;  // read after hasBegun_
   const std::vector<at::Tensor> outputs_;
@@ -131,7 +125,6 @@ class MycollWork final : public c10d::Work {
   mutable Mutex lock_;
   bool isWatched_ GUARDED_BY(lock_) = false;
   CopyBacks copyBacks_ GUARDED_BY(lock_);
-  Hook hook_ GUARDED_BY(lock_);
   std::shared_ptr<void> extension_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
   // The turn of future_, if Python asked for it before it was done.
@@ -145,8 +138,9 @@ c10::intrusive_ptr<c10::ivalue::Future> makeTensorsFuture(size_t perList,
                                                           std::vector<c10::Device> devices = {});
 c10::IValue futureValue(const std::vector<at::Tensor>& outputs, size_t perList);
 
-// The error of a call that has waited this long for the callbacks before it.
-Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout);
+// Throws if a call must end its wait for the callbacks before it. waited: how long it has waited.
+void throwUnlessIdle(CallbackOrder::Outcome outcome, const std::string& call,
+                     std::chrono::milliseconds waited);
 
 // A Work for several operations, which endCoalescing() returns.
 class CoalescedWork final : public c10d::Work {

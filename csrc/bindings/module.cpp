@@ -383,23 +383,32 @@ PYBIND11_MODULE(_C, module) {
            doc::kBackendTransport)
       .def("encryption", &MycollBackend::encryption, py::call_guard<py::gil_scoped_release>(),
            doc::kBackendEncryption)
-      .def("device_transport", &MycollBackend::deviceTransport,
-           py::call_guard<py::gil_scoped_release>(), doc::kBackendDeviceTransport)
+      .def(
+          "device_transport",
+          [](const MycollBackend& self) {
+            const auto device = self.device("device_transport");
+            return device ? device->path() : "";
+          },
+          py::call_guard<py::gil_scoped_release>(), doc::kBackendDeviceTransport)
       .def("_discard", &MycollBackend::discard, py::call_guard<py::gil_scoped_release>(),
            doc::kBackendDiscard)
       .def(
           "_register_memory",
           [](MycollBackend& self, const std::string& device, uintptr_t address, size_t bytes,
              bool isSymmetric) {
-            self.registerMemory(at::Device(device), reinterpret_cast<void*>(address), bytes,
-                                isSymmetric);
+            if (const auto support = self.device("register_mem_pool")) {
+              support->registerMemory(at::Device(device), reinterpret_cast<void*>(address), bytes,
+                                      isSymmetric);
+            }
           },
           py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"),
           py::call_guard<py::gil_scoped_release>(), doc::kBackendRegisterMemory)
       .def(
           "_deregister_memory",
           [](MycollBackend& self, uintptr_t address) {
-            self.deregisterMemory(reinterpret_cast<void*>(address));
+            if (const auto support = self.device("deregister_mem_pool")) {
+              support->deregisterMemory(reinterpret_cast<void*>(address));
+            }
           },
           py::arg("address"), py::call_guard<py::gil_scoped_release>(),
           doc::kBackendDeregisterMemory)

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/env.h"
 #include "base/text.h"
@@ -219,25 +218,18 @@ DevicePath DeviceGroup::pathOf(Requests requests, bool isBatch) {
 
 DeviceGroup::WorkPtr DeviceGroup::launchAll(Requests requests, at::TensorList outputs,
                                             Extras extras, bool isBatch) {
-  WatchList::clearReleased();
   throwIfDead();
   const Request& first = *requests.front();
   const OnDevice guard(first.device);
   const c10::Stream caller = currentStream(first.device);
-  const bool isTimed = extras.isTimed || extras.whenOver;
   const bool isAsync = first.async;
   const DeviceOperationPtr operation = pathOf(requests, isBatch) == DevicePath::kNccl
-                                           ? nccl_.launch(*this, requests, isTimed, isBatch)
-                                           : host_.launch(*this, requests, isTimed);
-  if (extras.whenOver) {
-    onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) mutable {
-      const std::chrono::duration<double, std::milli> took(operation->milliseconds());
-      CallbackPool::get().post([whenOver = std::move(whenOver), took] {
-        whenOver(std::chrono::duration_cast<std::chrono::nanoseconds>(took));
-      });
-    });
-  }
-  if (!isAsync) {
+                                           ? nccl_.launch(*this, requests, extras.isTimed, isBatch)
+                                           : host_.launch(*this, requests, extras.isTimed);
+  const bool isCollective = std::any_of(requests.begin(), requests.end(),
+                                        [](auto* request) { return !request->isMessage(); });
+  const uint64_t sequence = collectives_.fetch_add(isCollective, std::memory_order_relaxed);
+  if (!isAsync && !extras.wantsWork) {
     // NCCL's operation is on the caller's stream; for the host path's, that stream waits.
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
     if (operation->stream() != caller) operation->block(caller);
@@ -247,8 +239,9 @@ DeviceGroup::WorkPtr DeviceGroup::launchAll(Requests requests, at::TensorList ou
     return nullptr;
   }
   return c10::make_intrusive<DeviceWork>(
-      shared_from_this(), first.type, sequence(), place_.timeoutOf(first), operation, outputs.vec(),
-      isBatch ? 0 : first.perList, place_.waitsOnHost, std::move(extras.order));
+      shared_from_this(), isBatch ? c10d::OpType::COALESCED : first.type, sequence,
+      place_.timeoutOf(first), operation, outputs.vec(), isBatch ? 0 : first.perList,
+      place_.waitsOnHost, std::move(extras.order));
 }
 
 std::shared_ptr<Condition> DeviceGroup::fence() {
@@ -528,7 +521,6 @@ void DeviceGroup::close(Deadline deadline) {
   state_.store(State::kLeft);  // failures from now on are this rank's own end
   place_.control->endLeaving();
   place_.host->endLeaving();
-  WatchList::clearReleased();
 }
 
 void DeviceGroup::detach() {

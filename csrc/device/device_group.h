@@ -59,9 +59,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) override;
   void deregisterMemory(void* address) override;
   void* ncclComm() const override;
-  uint64_t sequence() const override {
-    return place_.control->sequence() + place_.host->sequence();
-  }
+  uint64_t sequence() const override { return collectives_.load(std::memory_order_relaxed); }
   std::string path() const override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   Status error() const override;
@@ -139,6 +137,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // timeout.
   std::timed_mutex pairMutex_;
 
+  std::atomic<uint64_t> collectives_{0};  // launched so far; a batch is one
   std::atomic<State> state_{State::kOpen};
   std::atomic<bool> isAbortedHere_{false};     // by the program
   std::atomic<bool> isNcclStopped_{false};     // after a failure

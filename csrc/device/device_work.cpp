@@ -44,7 +44,7 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
 
 DeviceWork::~DeviceWork() {
   if (!owner_.isHere()) return;
-  // If it is not over, the watchdog releases the memory (see WatchList::clearReleased()).
+  // If it is not over, the watchdog releases the memory.
   Kept dropped;
   (void)operation_->releaseUnused(&dropped);
   dropped.dropHere();
@@ -79,7 +79,6 @@ int DeviceWork::sourceRank() const {
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   enter("Work.wait");
-  WatchList::clearReleased();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
   const Status enqueued = operation_->waitEnqueued(deadline);
@@ -128,9 +127,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   } else {
     callbacksDone_ = std::make_shared<CallbacksDone>();  // only the first call sets it
     isAsked_.store(true, std::memory_order_release);
-    CallbackOrder::TurnPtr turn = order_ && isCalledByPython()
-                                      ? CallbackOrder::add(CallbackOrder::ofFuture(order_), future)
-                                      : nullptr;
+    CallbackOrder::TurnPtr turn = CallbackOrder::add(order_, future);
     // The references are moved on, so that the thread that ends the operation drops none of them.
     operation_->onEnqueued([turn = std::move(turn), future, operation = operation_,
                             outputs = outputs_, perList = perList_, done = callbacksDone_,
@@ -140,11 +137,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
         complete(*future, *operation, outputs, perList, type);
         done->set();
       };
-      if (turn) {
-        CallbackOrder::ready(std::move(turn), std::move(completion));
-      } else {
-        CallbackPool::get().post(std::move(completion));
-      }
+      CallbackOrder::ready(std::move(turn), std::move(completion));
     });
   }
   return future;

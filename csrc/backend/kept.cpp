@@ -1,6 +1,7 @@
 #include "backend/kept.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <memory>
 #include <new>
@@ -22,6 +23,17 @@ bool isPlainMemory(const c10::Storage& storage) {
   return deleter == kTorchs || isSharedTensorDeleter(deleter);
 }
 
+// Frees memory with its device as the current one, on which the device's runtime may make a
+// context.
+struct LastReference {
+  explicit LastReference(c10::Storage&& last) : storage(std::move(last)) {}
+  ~LastReference() {
+    const c10::DeviceGuard guard(storage.device());
+    storage = c10::Storage();
+  }
+  c10::Storage storage;
+};
+
 // Returns the same tensor as an object that Python does not know.
 at::Tensor unknown(const at::Tensor& tensor) {
   const PlainDispatch guard;
@@ -36,7 +48,7 @@ void Kept::letGo() noexcept {
   try {
     for (c10::Storage& storage : storages_) {
       if (!storage || isPlainMemory(storage)) continue;
-      CallbackPool::get().drop(std::make_shared<c10::Storage>(std::move(storage)));
+      CallbackPool::get().drop(std::make_shared<LastReference>(std::move(storage)));
     }
   } catch (const std::bad_alloc&) {
     // The destructor drops the rest here, and may have to wait for the GIL.

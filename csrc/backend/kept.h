@@ -4,8 +4,8 @@
 // queue while it waits. None of these may wait for the GIL, which one C call of the program can
 // hold for seconds. So Kept holds storages and not tensors: dropping one of the last two references
 // to a tensor that Python knows takes the GIL. Dropping a storage takes the GIL if Python knows the
-// storage itself (untyped_storage()) or owns the memory (numpy, DLPack); such a storage is passed
-// to CallbackPool::drop(). All others are dropped in place, at no cost.
+// storage itself (untyped_storage()) or owns the memory (numpy, DLPack); such a storage, and one on
+// a device, is passed to CallbackPool::drop(). All others are dropped in place, at no cost.
 //
 // Thread contract: one thread at a time. May be destroyed on any thread, with or without the GIL.
 #pragma once

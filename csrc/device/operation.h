@@ -12,9 +12,10 @@
 // the graph is replayed, and events that belong to a graph must not be queried.
 //
 // Thread contract: [any thread], with or without the GIL.
-// Lifetimes: held by shared_ptr. The caller of release() drops the memory that the operation keeps.
-// The watchdog never does, as that calls the allocator. A failure does not stop work that is on a
-// stream or that a thread is enqueueing: StreamUse tracks the use of the memory to its end.
+// Lifetimes: held by shared_ptr. The caller of release() drops the memory that the operation keeps;
+// for the watchdog, a thread of the CallbackPool does, as that calls the allocator. A failure does
+// not stop work that is on a stream or that a thread is enqueueing: StreamUse tracks the use of the
+// memory to its end.
 #pragma once
 
 #include <ATen/core/Tensor.h>

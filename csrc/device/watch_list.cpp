@@ -7,22 +7,6 @@
 #include "observe/black_box.h"
 
 namespace mycoll {
-namespace {
-
-// Memory of all groups, which threads of the user drop, as that may need the GIL and calls the
-// allocator. If it belonged to its group, a group that is not called again would keep it forever.
-struct Released {
-  Mutex mutex;
-  Kept memory GUARDED_BY(mutex);
-  std::atomic<bool> isThere{false};
-};
-
-Released& released() {
-  static Released* const kReleased = new Released;
-  return *kReleased;
-}
-
-}  // namespace
 
 std::string WatchedMessages::place() const { return BlackBox::process().placeOf(calledAt); }
 
@@ -197,32 +181,11 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
 }
 
 bool WatchList::releaseMemory() {
-  Kept memory;
-  std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
-    Kept kept;
-    if (!operation->releaseUnused(&kept)) return false;
-    memory.add(std::move(kept));
-    return true;
+  std::erase_if(lingering_, [](const DeviceOperationPtr& operation) {
+    Kept released;  // which a thread of the CallbackPool drops
+    return operation->releaseUnused(&released);
   });
-  if (!memory.empty()) {
-    Released& all = released();
-    MutexLock lock(all.mutex);
-    all.memory.add(std::move(memory));
-    all.isThere.store(true, std::memory_order_release);
-  }
   return lingering_.empty();
-}
-
-void WatchList::clearReleased() {
-  Released& all = released();
-  if (!all.isThere.load(std::memory_order_acquire)) return;
-  Kept memory;
-  {
-    MutexLock lock(all.mutex);
-    std::swap(memory, all.memory);
-    all.isThere.store(false, std::memory_order_relaxed);
-  }
-  memory.dropHere();
 }
 
 }  // namespace mycoll

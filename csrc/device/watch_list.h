@@ -89,9 +89,6 @@ class WatchList {
   // if there is more.
   bool releaseMemory();
 
-  // [a thread of the user] Drops the released memory of all groups.
-  static void clearReleased();
-
  private:
   struct Awaited {
     DeviceOperationPtr operation;

@@ -1,5 +1,6 @@
 // The docstrings of mycoll._C, in the form that docs/site/reference.py turns into docs/api.md. A
-// test checks that each names all parameters.
+// test checks that those of public names explain all parameters. Names with an underscore are for
+// the Python half.
 #pragma once
 
 namespace mycoll::doc {
@@ -190,26 +191,11 @@ Returns:
     `"nccl"`, `"host"`, or `""` before the first call with such a tensor.
 )";
 inline constexpr const char* kBackendRegisterMemory =
-    R"(Registers memory with NCCL's communicator on a device. Does nothing without NCCL.
-
-Args:
-    device: Such as `"cuda:0"`.
-    address: Where the memory begins.
-    bytes: Its size.
-    symmetric: Whether all ranks call this, in the same order and with the same size.
-
-Raises:
-    ArgumentError: The memory is registered already, with other arguments.
-    DistBackendError: NCCL refuses it.
-)";
-inline constexpr const char* kBackendDeregisterMemory = R"(Undoes `_register_memory()`.
-
-Args:
-    address: Where the memory begins.
-
-Raises:
-    ArgumentError: It is not registered.
-)";
+    R"(Registers memory with NCCL's communicator on a device; `symmetric`: all ranks call this, in the
+same order and with the same size. Does nothing without NCCL. Raises ArgumentError if the memory
+is registered with other arguments, and DistBackendError if NCCL refuses it.)";
+inline constexpr const char* kBackendDeregisterMemory =
+    R"(Undoes `_register_memory()`. Raises ArgumentError if the memory is not registered.)";
 inline constexpr const char* kBackendMemAllocator =
     "NCCL's allocator, for torch.cuda.MemPool(). Raises RuntimeError if NCCL has none.";
 inline constexpr const char* kBackendRegisterMemPool =
@@ -275,23 +261,15 @@ Raises:
     ArgumentError: As for Window.tensor_register().
 )";
 inline constexpr const char* kBackendSplitDevices =
-    R"(Gives a child group that was split off a part of NCCL's communicator, if there is one.
-
-All ranks of this group call it after the split.
-
-Args:
-    child: The child; `None` if this rank is in none.
-    willing: False if this rank could not make its child; then no rank splits the communicator.
-)";
+    R"(Gives a child group that was split off a part of NCCL's communicator, if there is one. All ranks
+of this group call it after the split. `child`: `None` if this rank is in none. `willing`: false
+if this rank could not make its child; then no rank splits the communicator.)";
 inline constexpr const char* kBackendName = "The group's name.";
 inline constexpr const char* kBackendDropCoalescing =
     "Drops the calls that this thread has collected in a coalescing block that raised an "
     "exception.";
-inline constexpr const char* kBackendSetDefaultTimeout = R"(Changes the timeout of later operations.
-
-Args:
-    timeout: The longest time that an operation may take.
-)";
+inline constexpr const char* kBackendSetDefaultTimeout =
+    R"(Changes the timeout of later operations.)";
 inline constexpr const char* kBackendPerformNocolorSplit =
     R"(Does nothing: a new group's members meet without the ranks that are not in it.
 
@@ -417,20 +395,11 @@ inline constexpr const char* kSetWhyNoDevices =
 Args:
     why: The rest of a sentence.
 )";
-inline constexpr const char* kRequireNcclMemory = R"(Checks that NCCL allocates memory.
-
-Raises:
-    RuntimeError: NCCL is not there, or too old.
-)";
+inline constexpr const char* kRequireNcclMemory =
+    R"(Raises RuntimeError if NCCL is not there, or too old to allocate memory.)";
 inline constexpr const char* kUseNccl =
-    R"(For tests: uses this file as NCCL, even if torch has loaded another one.
-
-Args:
-    path: The path of the library.
-
-Raises:
-    RuntimeError: It cannot be loaded, or is not NCCL.
-)";
+    R"(For tests: uses this file as NCCL, even if torch has loaded another one. Raises RuntimeError if
+it cannot be loaded, or is not NCCL.)";
 inline constexpr const char* kEnvironment = R"(Lists the MYCOLL_* variables.
 
 Returns:
@@ -452,12 +421,9 @@ inline constexpr const char* kUsableCores = R"(Counts the cores that this proces
 Returns:
     The number of cores in its affinity, limited by the quota of its cgroup.
 )";
-inline constexpr const char* kLogTo = R"(Sends the engine's log to a file.
-
-Args:
-    file: Its path; `""`: stderr.
-    level: What is logged: the position of a word of MYCOLL_LOG, from off = 0 on.
-)";
+inline constexpr const char* kLogTo =
+    R"(Sends the engine's log to a file; `""`: to stderr. `level`: the position of a word of
+MYCOLL_LOG, from off = 0 on.)";
 inline constexpr const char* kDumpTrace =
     R"(Writes the last operations of this process to a file.
 
@@ -471,22 +437,13 @@ Raises:
     ArgumentError: It cannot be written.
 )";
 inline constexpr const char* kBetterSumBlock =
-    R"(Finds the MYCOLL_SUM_BLOCK with which hosts send fewer partial sums.
-
-Args:
-    hosts: The number of ranks on each host, in the order of ranks.
-
-Returns:
-    The value; 0 if none is better.
-)";
+    R"(Returns the MYCOLL_SUM_BLOCK with which hosts that have these numbers of ranks, in the order of
+ranks, send fewer partial sums; 0 if none is better.)";
 inline constexpr const char* kSingleCopies =
-    R"(Returns what this process has measured about reading other ranks' tensors directly.
-
-Returns:
-    For each kind of call, number of ranks and size (at least so many bytes, and less than twice
-    that): the microseconds with staging, those with single copy, and whether single copy is used.
-    Messages ("send") are measured by the ranks that receive them.
-)";
+    R"(Returns what this process has measured about reading other ranks' tensors directly. For each
+kind of call, number of ranks and size (at least so many bytes, and less than twice that): the
+microseconds with staging, those with single copy, and whether single copy is used. Messages
+("send") are measured by the ranks that receive them.)";
 inline constexpr const char* kCopyStreaming =
     R"(Copies memory past the CPU's caches, as the engine does. For benchmarks.
 
@@ -496,38 +453,18 @@ Args:
     bytes: How many.
 )";
 inline constexpr const char* kOpenSharedTensors =
-    R"(From here on, makes this thread's CPU tensors in memory that other ranks can read.
-
-Raises:
-    RuntimeError: Another allocator has taken the place of mycoll's.
-)";
+    R"(From here on, makes this thread's CPU tensors in memory that other ranks can read. Raises
+RuntimeError if another allocator has taken the place of mycoll's.)";
 inline constexpr const char* kCloseSharedTensors =
-    R"(Ends the latest `_open_shared_tensors()` of this thread.
-
-Raises:
-    RuntimeError: There is none.
-)";
-inline constexpr const char* kIsSharedMemory = R"(Returns whether memory belongs to a shared tensor.
-
-Args:
-    address: Where the memory begins.
-    bytes: Its size.
-
-Returns:
-    Whether all of it does.
-)";
+    R"(Ends the latest `_open_shared_tensors()` of this thread. Raises RuntimeError if there is none.)";
+inline constexpr const char* kIsSharedMemory =
+    R"(Returns whether all of this memory belongs to a shared tensor.)";
 inline constexpr const char* kSharedMemoryUsage =
-    R"(For tests: measures the memory of shared tensors.
-
-Returns:
-    The bytes that are mapped, and those of them that are in use.
-)";
+    R"(For tests: returns the bytes of shared tensors' memory that are mapped, and those of them that
+are in use.)";
 inline constexpr const char* kCloseAll =
-    R"(Closes the groups that were never destroyed, while the interpreter still exists.
-
-Args:
-    reason: Sent to the other ranks; `""`: none.
-)";
+    R"(Closes the groups that were never destroyed, while the interpreter still exists. `reason`: sent
+to the other ranks; `""`: none.)";
 inline constexpr const char* kWriteCoverage =
     "For tests: adds the counts of this process to the files of the coverage measurement.";
 

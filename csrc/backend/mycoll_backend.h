@@ -46,6 +46,7 @@ class MycollBackend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using Milliseconds = std::chrono::milliseconds;
+  using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
 
   struct Identity {
     std::string name;  // the same on all ranks
@@ -54,7 +55,7 @@ class MycollBackend final : public c10d::Backend {
     bool isOfJob = true;  // as GroupOptions::isOfJob
     // Options of the backend that this one replaces: torch and the program see these, and this
     // backend takes its name from them. Null: it replaces none.
-    c10::intrusive_ptr<c10d::Backend::Options> shown;
+    OptionsPtr shown;
   };
 
   // Meets the other ranks; returns when all have arrived. makeDevice: empty if this process has no
@@ -97,16 +98,14 @@ class MycollBackend final : public c10d::Backend {
   int64_t ncclComm() const;
   // The options of this group, with its present timeout: a copy, unless another backend's options
   // are shown.
-  c10::intrusive_ptr<c10d::Backend::Options> options() const {
-    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(generations_.options());
-  }
+  OptionsPtr options() const { return shown_ ? shown_ : OptionsPtr(generations_.options()); }
   // A shrunk group has the same name on all of its ranks; torch's own name for it may differ.
   const std::string& groupName() const { return groupName_; }
 
   const std::string getBackendName() const override {
     return shown_ ? shown_->backend : kBackendName;
   }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options(); }
+  OptionsPtr getBackendOptions() override { return options(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -173,22 +172,21 @@ class MycollBackend final : public c10d::Backend {
   // Returns a group of some of this group's ranks; null on the others. torch calls it once for each
   // device that the group serves, and gets the same backend for the same name.
   bool supportsSplitting() const override { return true; }
-  c10::intrusive_ptr<c10d::Backend> split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const OptionsPtr& opts) override;
   // Ranks that may not know each other meet in the store; for torch's merge_remote_group().
   c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts,
-                                          const int& rank, const int& size) override;
+                                          const OptionsPtr& opts, const int& rank,
+                                          const int& size) override;
   // Called on all ranks of this group, after some of them have made a child by split(): gives the
   // child a part of NCCL's communicator, if there is one. child: null if this rank is in none;
   // isWilling: whether that is as it should be.
   void splitDevices(MycollBackend* child, bool isWilling);
   // Returns the group of the remaining ranks, all of which call it; for torch's shrink_group().
   bool supportsShrinking() const override { return true; }
-  c10::intrusive_ptr<c10d::Backend> shrink(
-      const std::vector<int64_t>& excluded, int flags,
-      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                           const OptionsPtr& opts) override;
   // One-sided windows: see window.h.
   bool supportsWindow() const MYCOLL_TORCH_WINDOW_OVERRIDE { return true; }
   c10::intrusive_ptr<TorchWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
@@ -249,19 +247,13 @@ class MycollBackend final : public c10d::Backend {
   }
   bool isForked() const { return !owner_.isHere(); }
 
-  // The pg_options that the user passed, or null.
-  c10::intrusive_ptr<MycollOptions> optionsFrom(
-      const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
-  // The options of a group that is made from ranks of this one. given: may be null.
-  c10::intrusive_ptr<MycollOptions> childOptions(
-      const c10::intrusive_ptr<MycollOptions>& given) const;
+  // The options of a group that is made from ranks of this one. opts: torch's, or null.
+  c10::intrusive_ptr<MycollOptions> childOptions(const OptionsPtr& opts) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
   // Returns when all members have called it, with the same suffix: see Communicator::shrink().
-  // given: the child's options, or null. shown: those of another backend, for Identity, or null.
-  c10::intrusive_ptr<MycollBackend> childOf(
-      const UserCall& caller, const std::vector<int>& members, const std::string& suffix,
-      std::string name, const c10::intrusive_ptr<MycollOptions>& given,
-      const c10::intrusive_ptr<c10d::Backend::Options>& shown);
+  c10::intrusive_ptr<MycollBackend> childOf(const UserCall& caller, const std::vector<int>& members,
+                                            const std::string& suffix, std::string name,
+                                            const OptionsPtr& opts);
   // Submits the calls, and waits for them unless the request is asynchronous; to torch, a null Work
   // means "done". inputs: for the profiler. outputs: the value of Work.result() and of its future.
   WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
@@ -291,8 +283,8 @@ class MycollBackend final : public c10d::Backend {
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
-  const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; may be null
-  Mutex shownMutex_;                                        // for its timeout
+  const OptionsPtr shown_;  // see Identity; may be null
+  Mutex shownMutex_;        // for its timeout
   Generations generations_;
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   const std::shared_ptr<CompletionHook> hook_;

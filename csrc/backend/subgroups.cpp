@@ -15,25 +15,17 @@ MycollBackend::Children& MycollBackend::childrenOf(const UserCall& caller) {
   return children_;
 }
 
-// Returns null if there are none. torch passes one backend's options to all backends of a group:
-// from another backend's options, this one takes only the fields that all have.
-c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
-    const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
-  if (!opts) return {};
-  // Not by c10's cast of an intrusive_ptr, which leaks an object of another type.
-  if (auto* const given = dynamic_cast<MycollOptions*>(opts.get())) {
-    return c10::intrusive_ptr<MycollOptions>::unsafe_reclaim_from_nonowning(given);
+// torch passes one backend's options to all backends of a group: from another backend's options,
+// this one takes only the fields that all have.
+c10::intrusive_ptr<MycollOptions> MycollBackend::childOptions(const OptionsPtr& opts) const {
+  auto options = generations_.options();
+  if (const auto* const given = dynamic_cast<const MycollOptions*>(opts.get())) {
+    options = c10::make_intrusive<MycollOptions>(*given);
+  } else if (opts) {
+    options->timeout = opts->timeout;
+    options->group_name = opts->group_name;
+    options->global_ranks_in_group = opts->global_ranks_in_group;
   }
-  auto made = generations_.options();
-  made->timeout = opts->timeout;
-  made->group_name = opts->group_name;
-  made->global_ranks_in_group = opts->global_ranks_in_group;
-  return made;
-}
-
-c10::intrusive_ptr<MycollOptions> MycollBackend::childOptions(
-    const c10::intrusive_ptr<MycollOptions>& given) const {
-  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options();
 #if MYCOLL_TORCH_HAS_RECONFIGURE
   options->enable_reconfigure = false;
 #endif
@@ -48,14 +40,14 @@ std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks)
   return global;
 }
 
-c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
-    const UserCall& caller, const std::vector<int>& members, const std::string& suffix,
-    std::string name, const c10::intrusive_ptr<MycollOptions>& given,
-    const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
-  auto options = childOptions(given);
+c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(const UserCall& caller,
+                                                         const std::vector<int>& members,
+                                                         const std::string& suffix,
+                                                         std::string name, const OptionsPtr& opts) {
+  auto options = childOptions(opts);
   const std::shared_ptr<Communicator>& parent = caller.communicator();
   Identity identity{std::move(name), globalRanksOf(members), parent->options().isOfJob, {}};
-  if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
+  if (shown_ && opts && opts->backend == shown_->backend) identity.shown = opts;
   checkTimeout(caller, options->timeout);
   std::shared_ptr<Communicator> communicator;
   throwIfNotFormed(Communicator::shrink(*parent, suffix, members, &communicator));
@@ -67,7 +59,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
 // split if they have been in different splits before.
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
-    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+    const OptionsPtr& opts) {
   const UserCall caller = enter("split_group");
   std::string suffix;
   for (const int rank : ranks) {
@@ -75,7 +67,6 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     suffix.append(" ").append(std::to_string(rank));
   }
   if (std::find(ranks.begin(), ranks.end(), caller.rank) == ranks.end()) return nullptr;
-  const auto given = optionsFrom(opts);
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   MutexLock lock(childMutex_);
@@ -85,16 +76,15 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   if (!isKnown) {
     const int before = children.splits[ranks]++;
     suffix = ":split" + std::to_string(before) + " to" + suffix;
-    children.lastSplit = childOf(caller, ranks, suffix, std::move(name), given, opts);
+    children.lastSplit = childOf(caller, ranks, suffix, std::move(name), opts);
   }
   return children.lastSplit;
 }
 
-c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
-    const c10::intrusive_ptr<c10d::Store>& store,
-    const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank, const int& size) {
+c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const OptionsPtr& opts, const int& rank,
+                                                       const int& size) {
   const UserCall caller = enter("merge_remote_group");
-  const auto given = optionsFrom(opts);
   std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
 
   MutexLock lock(childMutex_);
@@ -103,7 +93,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   if (!children.lastMerged || children.lastMergedBy != store) {
     children.lastMerged =
         create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},
-               childOptions(given), generations_.makeDevice());
+               childOptions(opts), generations_.makeDevice());
     children.lastMergedBy = store;
   }
   return children.lastMerged;
@@ -120,9 +110,8 @@ void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {
   device->split(ofChild.get(), color, isWilling);
 }
 
-c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
-    const std::vector<int64_t>& excluded, int flags,
-    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(const std::vector<int64_t>& excluded,
+                                                        int flags, const OptionsPtr& opts) {
   constexpr int kAbortFirst = 1;  // torch.distributed.SHRINK_ABORT
   const UserCall caller = enter("shrink_group");
   std::vector<bool> isExcluded(static_cast<size_t>(caller.ranks));
@@ -140,11 +129,10 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
     members.push_back(rank);
     suffix.append(" ").append(std::to_string(rank));
   }
-  const auto given = optionsFrom(opts);
   if (isExcluded[static_cast<size_t>(caller.rank)])
     refuse(caller, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
-  return childOf(caller, members, suffix, groupName_ + suffix, given, opts);
+  return childOf(caller, members, suffix, groupName_ + suffix, opts);
 }
 
 }  // namespace mycoll

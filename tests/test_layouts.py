@@ -101,6 +101,32 @@ def degenerate_alone(ctx: Ctx) -> None:
         ctx.same(x, torch.ones(shape))
 
 
+def lazy_bits(ctx: Ctx) -> None:
+    """torch's dispatcher resolves conj() and neg(); whoever calls the backend passes them on."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    counts = torch.arange(1, 7, dtype=torch.int32).reshape(2, 3)
+    numbers = torch.complex(counts.double(), -counts.double())
+    views = {
+        "conj": lambda x: x.conj(),
+        "neg": torch._neg_view,
+        "transposed": lambda x: x.conj().t(),
+        "both": lambda x: torch._neg_view(x.conj()),
+    }
+    for name, view in views.items():
+        given = counts if name == "neg" else numbers
+        with ctx.case(name):
+            base = given.clone() if ctx.rank == 0 else torch.zeros_like(given)
+            x = view(base)
+            backend.broadcast([x], dist.BroadcastOptions()).wait()
+            ctx.same(x.resolve_conj().resolve_neg(), view(given).resolve_conj().resolve_neg())
+            ctx.same(base, given)
+
+
+@pytest.mark.worlds(2)
+def test_lazy_bits(world, mycoll_only):
+    world.run(lazy_bits)
+
+
 def larger_than_4_gib(ctx: Ctx) -> None:
     numel = (1 << 32) + 4099
     x = torch.zeros(numel, dtype=torch.uint8)

@@ -1,6 +1,7 @@
 #include "backend/layout.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
@@ -153,35 +154,8 @@ void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool t
   }
 }
 
-// Flips the sign of every `step`-th number, starting with `first`.
-template <typename Bits>
-void flipSigns(void* data, int64_t count, int64_t first, int64_t step) {
-  constexpr Bits kSign = Bits{1} << (sizeof(Bits) * 8 - 1);
-  Bits* numbers = static_cast<Bits*>(data);
-  for (int64_t i = first; i < count; i += step) numbers[i] ^= kSign;
-}
-
-// Applies the tensor's lazy conjugation and negation to plain elements. Each is its own inverse.
-void applyLazyBits(const at::Tensor& tensor, void* plain) {
-  if (!tensor.is_conj() && !tensor.is_neg()) return;
-  const at::ScalarType type = tensor.scalar_type();
-  const bool isComplex = c10::isComplexType(type);
-  const at::ScalarType part = isComplex ? c10::toRealValueType(type) : type;
-  const int64_t parts = tensor.numel() * (isComplex ? 2 : 1);
-  const auto flip = [&](int64_t first, int64_t step) {
-    switch (part) {
-      case at::ScalarType::Half:
-      case at::ScalarType::BFloat16: flipSigns<uint16_t>(plain, parts, first, step); break;
-      case at::ScalarType::Float: flipSigns<uint32_t>(plain, parts, first, step); break;
-      case at::ScalarType::Double: flipSigns<uint64_t>(plain, parts, first, step); break;
-      default:
-        TORCH_CHECK(false, "mycoll: a lazily negated tensor of ", c10::toString(type),
-                    " is not supported; call resolve_neg() on it");
-    }
-  };
-  if (tensor.is_neg()) flip(0, 1);
-  if (tensor.is_conj()) flip(1, 2);
-}
+// Whether the tensor's memory holds other numbers than the tensor: conj() and neg() are lazy.
+bool isLazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_neg(); }
 
 }  // namespace
 
@@ -197,18 +171,24 @@ at::Tensor emptyLike(const at::Tensor& tensor) {
 
 void pack(const at::Tensor& tensor, void* plain) {
   if (tensor.numel() == 0) return;
+  if (isLazy(tensor)) {
+    const PlainDispatch guard;
+    return pack(tensor.resolve_conj().resolve_neg(), plain);
+  }
   copyStrided(tensor, static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),
               static_cast<char*>(plain), /*toTensor=*/false);
-  applyLazyBits(tensor, plain);
 }
 
 void unpack(const void* plain, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
-  // The plain memory may be the source of other tensors, so it is restored afterwards.
-  applyLazyBits(tensor, const_cast<void*>(plain));
+  if (isLazy(tensor)) {
+    const PlainDispatch guard;
+    tensor.copy_(at::from_blob(const_cast<void*>(plain), tensor.sizes(),
+                               at::TensorOptions(tensor.scalar_type())));
+    return;
+  }
   copyStrided(tensor, static_cast<char*>(tensor.mutable_data_ptr()),
               static_cast<char*>(const_cast<void*>(plain)), /*toTensor=*/true);
-  applyLazyBits(tensor, const_cast<void*>(plain));
 }
 
 at::Tensor withoutRepeats(const at::Tensor& tensor) {

@@ -1,8 +1,8 @@
 // Copies between tensors of any layout and the plain memory that the engine works on.
 //
-// The copies do not use torch's dispatcher: results are copied back on any thread that completes an
-// operation, and the modes of that thread (autograd, functorch, inference, Python dispatch) have
-// nothing to do with the operation and its tensors.
+// Results are copied back on any thread that completes an operation, and the modes of that thread
+// (autograd, functorch, inference, Python dispatch) have nothing to do with the operation and its
+// tensors: the copies do not use torch's dispatcher, or only under PlainDispatch.
 // [any thread], with or without the GIL.
 #pragma once
 

@@ -45,10 +45,6 @@ void refuseTensor(const CallerInfo& caller, const Argument& argument, const at::
 
 void checkOutput(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor) {
   checkTensor(caller, argument, tensor);
-  if (tensor.is_neg() && !tensor.is_floating_point() && !tensor.is_complex()) {
-    refuse(caller, argument.text(), " must not be a lazily negated tensor of ",
-           c10::toString(tensor.scalar_type()), "; call resolve_neg() on it");
-  }
   if (tensor.is_contiguous()) return;
   if (mayOverlapItself(tensor)) {
     refuse(caller, argument.text(),

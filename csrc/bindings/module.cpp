@@ -286,8 +286,19 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("traffic_class", &NcclOptions::trafficClass, doc::kTrafficClass)
       .def_readwrite("net_name", &NcclOptions::netName, doc::kNetName);
 
-  py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
-      module, "Options", doc::kOptions)
+  py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options> options(
+      module, "Options", doc::kOptions);
+  const auto addTime = [&](const char* name, Milliseconds MycollOptions::* time, const char* text) {
+    options.def_property(
+        name, [time](const MycollOptions& self) { return self.*time; },
+        [name, time](MycollOptions& self, Milliseconds value) {
+          self.*time = checkNotNegative(name, value);
+        },
+        text);
+  };
+  addTime("shutdown_timeout", &MycollOptions::shutdownTimeout, doc::kOptionsShutdownTimeout);
+  addTime("warn_after", &MycollOptions::warnAfter, doc::kOptionsWarnAfter);
+  options
       .def(py::init([](Milliseconds timeout, std::string cpu, Milliseconds shutdownTimeout,
                        Milliseconds warnAfter, const py::kwargs& others) {
              for (const auto& each : others) refuseField(py::cast<std::string>(each.first));
@@ -309,18 +320,6 @@ PYBIND11_MODULE(_C, module) {
           },
           doc::kOptionsCpu)
       .def_readwrite("timeout", &MycollOptions::timeout, doc::kOptionsTimeout)
-      .def_property(
-          "shutdown_timeout", [](const MycollOptions& self) { return self.shutdownTimeout; },
-          [](MycollOptions& self, Milliseconds time) {
-            self.shutdownTimeout = checkNotNegative("shutdown_timeout", time);
-          },
-          doc::kOptionsShutdownTimeout)
-      .def_property(
-          "warn_after", [](const MycollOptions& self) { return self.warnAfter; },
-          [](MycollOptions& self, Milliseconds time) {
-            self.warnAfter = checkNotNegative("warn_after", time);
-          },
-          doc::kOptionsWarnAfter)
       .def_property_readonly(
           "nccl", [](MycollOptions& self) -> mycoll::NcclOptions& { return self.nccl; },
           py::return_value_policy::reference_internal, doc::kOptionsNccl)

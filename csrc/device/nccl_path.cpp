@@ -1,6 +1,7 @@
 #include "device/nccl_path.h"
 
 #include <c10/core/StreamGuard.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -34,18 +35,6 @@ Signature signatureOf(Requests requests) {
   }
   return all;
 }
-
-// Fails an operation that was not enqueued, as no thread will find its end.
-class FailUnlessEnqueued {
- public:
-  explicit FailUnlessEnqueued(DeviceOperation& operation) : operation_(operation) {}
-  ~FailUnlessEnqueued() {
-    if (!operation_.isEnqueued()) operation_.fail(Status(Code::kInternal, "it was not enqueued"));
-  }
-
- private:
-  DeviceOperation& operation_;
-};
 
 }  // namespace
 
@@ -125,7 +114,10 @@ DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool 
   } else if (isMessage) {
     group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
-  const FailUnlessEnqueued failing(*operation);
+  // If it is not enqueued, no thread will find its end.
+  const auto failing = c10::make_scope_exit([&] {
+    if (!operation->isEnqueued()) operation->fail(Status(Code::kInternal, "it was not enqueued"));
+  });
   // Held to the end, so that the watched operations have NCCL's order, and the events of a stream,
   // too.
   nccl::Issue issue(*channel.comm);

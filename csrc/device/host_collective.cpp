@@ -174,13 +174,7 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
       }
       return placed;
     };
-    chunked->kind = call.kind;
-    chunked->dtype = call.dtype;
-    chunked->opaqueType = call.opaqueType;
-    chunked->elementBytes = call.elementBytes;
-    chunked->reduceOp = call.reduceOp;
-    chunked->isScaled = call.isScaled;
-    chunked->root = call.root;
+    *chunked = call;
     if (call.kind == OpKind::kBroadcast) {
       chunked->out = sides.reads.empty() ? place(sides.writes, at.out) : place(sides.reads, at.in);
     } else {

@@ -1,7 +1,6 @@
 #include "backend/element_type.h"
 
 namespace mycoll {
-namespace {
 
 DType toDType(at::ScalarType type) {
   switch (type) {
@@ -26,6 +25,8 @@ DType toDType(at::ScalarType type) {
   }
 }
 
+namespace {
+
 struct NameAndOp {
   const char* name;
   ReduceOp op;
@@ -48,13 +49,14 @@ NameAndOp nameAndOp(c10d::ReduceOp::RedOpType op) {
 
 }  // namespace
 
-ElementType elementType(const at::Tensor& tensor) {
+Call makeCall(OpKind kind, const at::Tensor& tensor) {
   const at::ScalarType type = tensor.scalar_type();
-  ElementType element;
-  element.dtype = toDType(type);
-  element.bytes = tensor.itemsize();
-  if (element.dtype == DType::kOpaque) element.opaqueType = static_cast<uint8_t>(type);
-  return element;
+  Call call;
+  call.kind = kind;
+  call.dtype = toDType(type);
+  call.elementBytes = tensor.itemsize();
+  if (call.dtype == DType::kOpaque) call.opaqueType = static_cast<uint8_t>(type);
+  return call;
 }
 
 ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op) { return nameAndOp(op).op; }

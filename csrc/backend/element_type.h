@@ -5,17 +5,14 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "base/call.h"
 #include "base/types.h"
 
 namespace mycoll {
 
-struct ElementType {
-  DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;  // torch's number of a type that can only be moved
-  size_t bytes = 1;
-};
-
-ElementType elementType(const at::Tensor& tensor);
+DType toDType(at::ScalarType type);
+// Returns a call for elements of the tensor's type, without spans.
+Call makeCall(OpKind kind, const at::Tensor& tensor);
 
 // Returns ReduceOp::kCount for PREMUL_SUM and for torch's UNUSED.
 ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op);

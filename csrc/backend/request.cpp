@@ -62,13 +62,7 @@ at::Tensor bytesOnDevice(const Span& span, c10::Device device) {
 }
 
 Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
-  const ElementType element = elementType(tensor);
-  Call& call = calls.emplace_back();
-  call.kind = kind;
-  call.dtype = element.dtype;
-  call.opaqueType = element.opaqueType;
-  call.elementBytes = element.bytes;
-  return call;
+  return calls.emplace_back(makeCall(kind, tensor));
 }
 
 Call& Request::addCall(OpKind kind, const at::Tensor& tensor, Spans in, Spans out) {

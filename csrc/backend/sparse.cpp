@@ -70,12 +70,7 @@ struct SparseSum {
   }
 
   Call gatherCall(const at::Tensor& own, const std::vector<at::Tensor>& all) const {
-    const ElementType type = elementType(own);
-    Call call;
-    call.kind = OpKind::kAllGather;
-    call.dtype = type.dtype;
-    call.opaqueType = type.opaqueType;
-    call.elementBytes = type.bytes;
+    Call call = makeCall(OpKind::kAllGather, own);
     call.in.push_back(readable(own));
     for (const at::Tensor& tensor : all) call.out.push_back(writable(tensor));
     return call;
@@ -138,7 +133,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
            "only, but op is ",
            name(opts.reduceOp.op_));
   }
-  checkReduceOp(caller, opts.reduceOp, tensor, elementType(tensor).dtype);
+  checkReduceOp(caller, opts.reduceOp, tensor, toDType(tensor.scalar_type()));
   if (c10::isBarebonesUnsignedType(tensor.scalar_type())) {  // torch does not add these up
     refuse(caller, "a sparse tensor of ", c10::toString(tensor.scalar_type()),
            " cannot be reduced; convert it to a signed type");

@@ -197,6 +197,25 @@ def test_timeout_of_what_is_polled(reused, transport, name, mycoll_only):
     reused(2, transport).run_in_group(polled_too_long, name, timeout=0.5)
 
 
+def posted_early(ctx: Ctx) -> None:
+    """The timeout of a message counts from the time when the program waits for it."""
+    x = torch.zeros(10)
+    if ctx.rank == 0:
+        work = dist.irecv(x, 1)
+        time.sleep(0.9)
+    else:
+        time.sleep(0.9)
+        work = dist.isend(x + 3, 0)
+    assert work is not None
+    work.wait()
+    if ctx.rank == 0:
+        ctx.equal(x.unique().tolist(), [3])
+
+
+def test_a_message_may_be_posted_long_before_it_is_waited_for(reused, transport):
+    reused(2, transport).run_in_group(posted_early, timeout=0.5)
+
+
 def group_timeouts(ctx: Ctx, name: str) -> str:
     x = torch.ones(10)
     calls = {

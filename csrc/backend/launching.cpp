@@ -30,8 +30,9 @@ MycollWork::Ops submit(Communicator& communicator, Request& request,
       continue;
     }
     const bool isSend = call.kind == OpKind::kSend;
-    const Message message{isSend ? call.in.front() : call.out.front(), request.peer, request.tag,
-                          call.dtype, call.opaqueType};
+    Message message{isSend ? call.in.front() : call.out.front(), request.peer, request.tag,
+                    call.dtype, call.opaqueType};
+    message.isTimedLater = true;
     ops.push_back(isSend ? communicator.send(message, kept, willWait, request.timeout)
                          : communicator.recv(message, kept, willWait, request.timeout));
   }

@@ -128,6 +128,11 @@ void MycollWork::awaitBegin(Deadline deadline) {
   throwUnlessIdle(outcome, heldCall_, waited());
 }
 
+void MycollWork::noteWaiting() const {
+  if (!hasBegun()) return;
+  for (const OpPtr& op : ops_) op->noteWaiting();
+}
+
 void MycollWork::watchOps() {
   if (areOpsDone()) return finish();
   // One reference for all operations; the last one takes it.
@@ -195,7 +200,10 @@ void MycollWork::finish() {
 // Const, as those functions of torch's Work are that may be the first to see the end.
 bool MycollWork::isOver() const {
   if (isDone()) return true;
-  if (!areOpsDone()) return false;
+  if (!areOpsDone()) {
+    noteWaiting();
+    return false;
+  }
   const_cast<MycollWork*>(this)->finish();
   return true;
 }
@@ -253,6 +261,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
       awaitBegin(deadline);
     }
     const DropScope afterwards;
+    noteWaiting();
     for (const OpPtr& op : ops_) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);
@@ -304,6 +313,7 @@ FuturePtr MycollWork::getFuture() {
   if (isComplete) {
     completeFuture(future);
   } else {
+    noteWaiting();
     watch();
   }
   return future;
@@ -322,6 +332,7 @@ FuturePtr MycollWork::getFutureResult() {
   if (isComplete) {
     completeResult(future, status_, opType_);
   } else {
+    noteWaiting();
     watch();
   }
   return future;

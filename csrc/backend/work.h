@@ -91,6 +91,8 @@ class MycollWork final : public c10d::Work {
   void completeFuture(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   // Idempotent; waits for another thread that is running it. Call it only when the engine is done.
   void finish();
+  // The timeout of a message counts from here.
+  void noteWaiting() const;
   void watch();
   void watchOps();
   bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }

@@ -319,7 +319,8 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   const auto op = makeMessage(kind, message, signature);
   if (op->done()) return op;
   op->keepAlive = std::move(keepAlive);
-  op->deadline = deadlineOf(*op, timeout);
+  op->timeout = timeout.count() > 0 ? timeout : this->timeout();
+  if (!message.isTimedLater) op->noteWaiting(op->submitted);
   op->self = op;
   const auto messageClass = kind == OpKind::kSend || kind == OpKind::kRecv
                                 ? MessageClass::kPointToPoint

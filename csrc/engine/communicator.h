@@ -58,8 +58,9 @@ struct Message {
   uint64_t tag = 0;
   DType dtype = DType::kOpaque;
   uint8_t opaqueType = 0;
-  uint64_t wholeBytes = 0;  // both ranks compare this size, if the message is a piece
-  uint64_t offset = 0;      // put: where in the window
+  uint64_t wholeBytes = 0;    // both ranks compare this size, if the message is a piece
+  uint64_t offset = 0;        // put: where in the window
+  bool isTimedLater = false;  // the timeout counts from Op::noteWaiting(), not from the call
 };
 
 class Communicator final : public EventHandler, public std::enable_shared_from_this<Communicator> {

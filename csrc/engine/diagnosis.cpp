@@ -265,7 +265,7 @@ void Diagnosis::checkHealth() {
     const bool isWorthAsking = !missing.empty();
     check(op, missing);
     if (!isWorthAsking || group_.membership.hasFailed()) return;
-    round = nextRound(op, op.waitsSince());
+    round = nextRound(op, op.waitsSince(), op.deadline);
     if (round) block = blockOf(op, std::move(missing));
   });
   group_.membership.propagate();
@@ -346,8 +346,9 @@ std::vector<int> Diagnosis::blamedFor(const CollectiveOp& op,
 
 void Diagnosis::checkMessage(MessageOp& op) {
   if (op.done() || group_.membership.checkArena()) return;
-  if (!op.deadline.expired()) {
-    const std::optional<uint32_t> round = nextRound(op, op.submitted);
+  const Deadline deadline = op.deadline();
+  if (!deadline.expired()) {
+    const std::optional<uint32_t> round = nextRound(op, op.submitted, deadline);
     if (round && op.rank == kFromAnyone) askOthers(op);
     if (const auto block = round ? blockOf(op) : std::nullopt) forward(Question{*round}, *block);
     return;
@@ -358,7 +359,7 @@ void Diagnosis::checkMessage(MessageOp& op) {
   group_.membership.fail(group_.error(
       Code::kTimeout,
       rankPrefix() + op.describe(isAnyone ? "any rank" : group_.mailbox.describeRank(op.rank)) +
-          " timed out after " + std::to_string(millisecondsSince(op.submitted)) +
+          " timed out after " + std::to_string(millisecondsSince(deadline.when() - op.timeout)) +
           " ms. Timed out waiting for the other side, which never came" +
           (isAnyone ? "" : lastAnswer(op.rank)) + ".",
       fields));
@@ -386,7 +387,7 @@ void Diagnosis::checkMessages() {
   std::shared_ptr<MessageOp> late;
   group_.mailbox.forEachMessage([&late](Transfer& message) {
     const auto& op = static_cast<const MessageOp&>(message);
-    if (!late && op.deadline.expired()) late = op.self;
+    if (!late && op.deadline().expired()) late = op.self;
   });
   if (late) checkMessage(*late);
 }
@@ -490,7 +491,7 @@ std::string Diagnosis::explainMissingCall(std::optional<Block>* block) {
 
 // ---- asking ------------------------------------------------------------------------------------
 
-std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
+std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since, Deadline deadline) {
   MutexLock lock(mutex_);                         // two threads may wait for one op
   constexpr int kHalves[] = {2, 1, 1, 2, 4, 10};  // of warnAfter()
   const auto now = Clock::now();
@@ -499,9 +500,8 @@ std::optional<uint32_t> Diagnosis::nextRound(Op& op, Clock::time_point since) {
   const Milliseconds pause =
       kHalves[std::min<size_t>(op.rounds, std::size(kHalves) - 1)] * warnAfter() / 2;
   // Ask once more before the deadline, so that the answers in the error are fresh.
-  const bool isLast = !op.deadline.isNever() &&
-                      now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
-                      op.deadline.when() - now < Milliseconds(250);
+  const bool isLast = !deadline.isNever() && now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
+                      deadline.when() - now < Milliseconds(250);
   if (now - op.asked < pause && !isLast) return std::nullopt;
   op.asked = now;
   return ++op.rounds;

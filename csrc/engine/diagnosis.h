@@ -122,7 +122,7 @@ class Diagnosis {
   std::string listArrived(const std::vector<int>& missing, const std::vector<int>& behind) const;
 
   // Returns the number of the next question if it is time to ask it.
-  std::optional<uint32_t> nextRound(Op& op, Clock::time_point since);
+  std::optional<uint32_t> nextRound(Op& op, Clock::time_point since, Deadline deadline);
   void forward(Question question, const Block& block);
   std::string identityOf(const Op& op) const;
   Block blockBy(const Op& op, const std::string& call, Clock::time_point since,

@@ -53,6 +53,22 @@ Operation CollectiveOp::description() const {
   return operation;
 }
 
+void MessageOp::noteWaiting() {
+  if (waitingSince_.load(std::memory_order_relaxed) == Clock::time_point::max()) {
+    noteWaiting(Clock::now());
+  }
+}
+
+void MessageOp::noteWaiting(Clock::time_point since) {
+  Clock::time_point never = Clock::time_point::max();
+  waitingSince_.compare_exchange_strong(never, since, std::memory_order_relaxed);
+}
+
+Deadline MessageOp::deadline() const {
+  const auto since = waitingSince_.load(std::memory_order_relaxed);
+  return since == Clock::time_point::max() ? Deadline::never() : Deadline::after(timeout, since);
+}
+
 std::string MessageOp::describe() const {
   return describe(rank == kFromAnyone ? "any rank" : "rank " + std::to_string(rank));
 }

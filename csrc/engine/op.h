@@ -38,6 +38,8 @@ class Op {
   uint64_t sequence() const { return sequence_; }
   OpKind kind() const { return kind_; }
   bool isMessage() const { return mycoll::isMessage(kind_); }
+  // The program waits for the op, or asks whether it is done.
+  virtual void noteWaiting() {}
   // recv: the rank that sent the message. Only when done.
   int sourceRank() const { return sourceRank_; }
   // Its entry in the group's record.
@@ -57,7 +59,6 @@ class Op {
   // not take a lock that the program may hold (the GIL). The same applies to objects held by a
   // composite or a callback.
   std::shared_ptr<void> keepAlive;
-  Deadline deadline;
   const std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
 
  protected:
@@ -128,6 +129,7 @@ class CollectiveOp final : public Op {
   // When it began to wait for the other ranks.
   std::chrono::steady_clock::time_point waitsSince() const { return external ? begun : submitted; }
 
+  Deadline deadline;
   const Signature signature;  // of the call; of a composite only its kind
   Call call;
   Composite composite;
@@ -144,11 +146,18 @@ class CollectiveOp final : public Op {
 // A message, which is not queued behind other operations.
 class MessageOp final : public Op, public Transfer {
  public:
+  using Clock = std::chrono::steady_clock;
+
   MessageOp(OpKind kind, uint64_t sequence, int ownRank, int rank, uint64_t tag)
       : Op(kind, sequence), Transfer(true), ownRank(ownRank), rank(rank), tag(tag) {}
 
   using Op::done;
   using Op::status;
+
+  // The timeout counts from the first of these calls.
+  void noteWaiting() override;
+  void noteWaiting(Clock::time_point since);
+  Deadline deadline() const;
 
   // "recv from rank 1 with tag 0". other: the description of the other rank.
   std::string describe() const;
@@ -159,10 +168,13 @@ class MessageOp final : public Op, public Transfer {
   const int ownRank;
   const int rank;  // may be kFromAnyone
   const uint64_t tag;
+  std::chrono::milliseconds timeout{0};
 
  private:
   Status described(const Status& outcome) const;
   void deliver() override;
+
+  std::atomic<Clock::time_point> waitingSince_{Clock::time_point::max()};
 };
 
 }  // namespace mycoll

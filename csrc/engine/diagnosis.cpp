@@ -184,9 +184,8 @@ std::string Diagnosis::stateOf(int rank) const {
   // The last answer of a rank that has left is of no use.
   if (group_.membership.hasLeft(rank)) return "";
   const PeerAddress& peer = group_.mailbox.group().peers[rank];
-  Mesh& mesh = *group_.engine->mesh();
-  return (mesh.isVisible(peer) ? describe(lookAtProcess(peer.pid, peer.startTicks)) : "") +
-         lastAnswer(rank);
+  const bool isVisible = peer.isVisibleTo(group_.engine->mesh()->address());
+  return (isVisible ? describe(lookAtProcess(peer.pid, peer.startTicks)) : "") + lastAnswer(rank);
 }
 
 // "rank 2 (node1:4712), rank 3 (node1:4713)". If the ranks are many, only their numbers.

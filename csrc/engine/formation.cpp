@@ -125,11 +125,7 @@ class Forming {
   bool isInterrupted() const { return options_.interrupted && options_.interrupted(); }
   // Not ok: another process has this rank, or rank 0 has sent why the group cannot be made.
   Status sentError();
-  // Whether its process can be looked at. A process that only has the same host name may be alive
-  // in another pid namespace, or on a clone of this host.
-  bool isVisible(const PeerAddress& peer) const {
-    return !mine_.address.pidSpace.empty() && peer.pidSpace == mine_.address.pidSpace;
-  }
+  bool isVisible(const PeerAddress& peer) const { return peer.isVisibleTo(mine_.address); }
   bool isAlive(const PeerAddress& peer) const {
     return isVisible(peer) && isLiving(lookAtProcess(peer.pid, peer.startTicks));
   }

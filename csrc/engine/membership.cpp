@@ -247,9 +247,8 @@ void Membership::onGoodbye(int rank, const std::string& payload) {
 // Whether that process is known to have ended.
 bool Membership::hasEnded(const PeerAddress& peer, const Loss& loss) const {
   if (loss.reason == LossReason::kEnded) return true;
-  const bool isVisible =
-      !peer.pidSpace.empty() && peer.pidSpace == mailbox_.mesh().address().pidSpace;
-  return isVisible && !isLiving(lookAtProcess(peer.pid, peer.startTicks));
+  return peer.isVisibleTo(mailbox_.mesh().address()) &&
+         !isLiving(lookAtProcess(peer.pid, peer.startTicks));
 }
 
 // A rank without a connection to this one sends it no goodbye, so the end of its process alone is

@@ -382,9 +382,9 @@ void Mesh::raiseLost(const PeerLost& lost) {
   for (Mailbox* mailbox : local_.groups.all()) raise(mailbox, lost);
 }
 
-bool Mesh::isVisible(const PeerAddress& peer) {
+std::shared_ptr<const Fd> Mesh::descriptorOf(const PeerAddress& peer) {
   IoLock lock(io_);
-  return watch_.isVisible(peer.uid);
+  return watch_.descriptorOf(peer.uid);
 }
 
 bool Mesh::hasLost(const PeerAddress& peer) {

@@ -52,10 +52,10 @@ class Mesh {
   // Called before and after sleep(): while a thread is asleep, peers ring.
   void setAsleep(bool asleep);
 
-  // Whether the peer's process is visible: not on another host or in another pid namespace.
-  bool isVisible(const PeerAddress& peer);
-  // Whether it is lost, for any reason.
+  // Whether the peer is lost, for any reason.
   bool hasLost(const PeerAddress& peer);
+  // See ProcessWatch.
+  std::shared_ptr<const Fd> descriptorOf(const PeerAddress& peer);
   // Checks the processes, at most every 50 ms, and up to 16 at a time: the kernel reports a death
   // only when it has torn down the process, which takes seconds if it has much memory. For threads
   // that wait.

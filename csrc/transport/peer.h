@@ -35,6 +35,11 @@ struct PeerAddress {
   uint64_t startTicks = 0;
   std::vector<TcpAddress> tcp;
 
+  // Whether that process can look at this one, as its pid means the same to both. A process that
+  // only has the same host name may be in another pid namespace, or on a clone of the host.
+  bool isVisibleTo(const PeerAddress& other) const {
+    return !pidSpace.empty() && pidSpace == other.pidSpace;
+  }
   // Whether both run under one kernel, as containers of one machine do, whatever their host names.
   bool sharesKernelWith(const PeerAddress& other) const;
 

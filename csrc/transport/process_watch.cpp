@@ -25,23 +25,32 @@ int64_t nowMilliseconds() {
 // Only the validity of its pid matters here, not the transport or the name of its container.
 void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) {
   if (latest_.empty()) latest_ = self.uid;
-  if (peer.pidSpace.empty() || peer.pidSpace != self.pidSpace || peer.uid == self.uid) return;
-  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // its connection reports that
+  if (!peer.isVisibleTo(self) || peer.uid == self.uid) return;
+  Fd fd;
+#ifdef SYS_pidfd_open
+  fd.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+#endif
+  // Its connection reports the end of one that is gone. Looked at when the descriptor is open,
+  // which therefore is not that of a later process.
+  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;
   Process& process = processes_[peer.uid];
   process.pid = peer.pid;
   process.startTicks = peer.startTicks;
   process.sharesMemory = sharesMemory;
-#ifdef SYS_pidfd_open
-  process.fd.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
-  if (process.fd.isOpen()) (void)sleeper_.watch(process.fd.get());
-#endif
+  if (!fd.isOpen()) return;
+  (void)sleeper_.watch(fd.get());
+  process.fd = std::make_shared<const Fd>(std::move(fd));
+}
+
+std::shared_ptr<const Fd> ProcessWatch::descriptorOf(const std::string& uid) const {
+  const auto found = processes_.find(uid);
+  return found == processes_.end() ? nullptr : found->second.fd;
 }
 
 bool ProcessWatch::isRunning(const std::string& uid) const {
-  const auto found = processes_.find(uid);
-  if (found == processes_.end() || !found->second.fd.isOpen()) return false;
-  pollfd state{found->second.fd.get(), POLLIN, 0};
-  return poll(&state, 1, 0) == 0;
+  const std::shared_ptr<const Fd> fd = descriptorOf(uid);
+  pollfd state{fd ? fd->get() : -1, POLLIN, 0};
+  return fd && poll(&state, 1, 0) == 0;
 }
 
 bool ProcessWatch::isEnding(const std::string& uid) const {
@@ -58,7 +67,7 @@ bool ProcessWatch::isLost(const std::string& uid) const {
 
 std::string ProcessWatch::endedBy(int fd) const {
   for (const auto& [uid, process] : processes_) {
-    if (process.fd.get() != fd) continue;
+    if (!process.fd || process.fd->get() != fd) continue;
     pollfd state{fd, POLLIN, 0};
     return poll(&state, 1, 0) > 0 ? uid : std::string();
   }

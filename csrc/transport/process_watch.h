@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,12 +27,11 @@ class ProcessWatch {
   void add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) REQUIRES(ioRole);
   void remove(const std::string& uid) REQUIRES(ioRole) { processes_.erase(uid); }
 
-  // Whether it is visible and has not ended: so its pid has been its own until now.
+  // Its pidfd, which is readable after its end: until then, the pid is its own. Null if it has
+  // none: it is not visible here, it is lost, or the kernel is too old.
+  std::shared_ptr<const Fd> descriptorOf(const std::string& uid) const REQUIRES(ioRole);
+  // Whether it has one and has not ended.
   bool isRunning(const std::string& uid) const REQUIRES(ioRole);
-  // Whether its process is visible: not on another host or in another pid namespace.
-  bool isVisible(const std::string& uid) const REQUIRES(ioRole) {
-    return processes_.count(uid) > 0;
-  }
   // Whether it has ended, or the kernel is tearing it down.
   bool isEnding(const std::string& uid) const REQUIRES(ioRole);
   // Whether hasEnded() has returned true for it.
@@ -58,7 +58,7 @@ class ProcessWatch {
     pid_t pid = 0;
     uint64_t startTicks = 0;
     bool sharesMemory = false;
-    Fd fd;  // a pidfd, readable after the end; closed if the kernel has none
+    std::shared_ptr<const Fd> fd;
     int64_t endingSince = 0;
     bool isLost = false;
   };

@@ -338,8 +338,9 @@ TEST(Connecting, processesAreSeenByTheirPidSpace) {
   world.addresses[1].hostName = "another name";
   world.addresses[2].pidSpace = "another space";
   world.join(0, 1, {0, 1, 2});
-  EXPECT(world.all[0]->isVisible(world.addresses[1]));
-  EXPECT(!world.all[0]->isVisible(world.addresses[2]));
+  EXPECT(world.addresses[1].isVisibleTo(here));
+  EXPECT(!world.addresses[2].isVisibleTo(here));
+  EXPECT(world.all[0]->descriptorOf(world.addresses[2]) == nullptr);
 
   PeerAddress pod = here;
   pod.hostName = "another name";
@@ -364,7 +365,7 @@ TEST(Connecting, aDeathIsLookedAtOnce) {
   address.pid = child;
   address.startTicks = processStartTicks(child);
   world.join(0, 1, {0, 1});
-  EXPECT(world.all[0]->isVisible(address));
+  EXPECT(!world.all[0]->hasLost(address));
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   const int before = looksAtProcesses;

@@ -10,6 +10,7 @@
 #include "collectives/shm/collectives.h"
 #include "kernels/copy.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 #include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
 
@@ -46,6 +47,12 @@ class GroupFailed final : public Condition {
 bool isForItself(OpKind kind, size_t piece, int self) {
   return (kind == OpKind::kAllToAll || kind == OpKind::kScatter) &&
          piece == static_cast<size_t>(self);
+}
+
+// Whether the process with this pid has the peer's uid, as only the peer has, at this address.
+bool hasUid(const PeerAddress& peer, uint64_t address) {
+  std::string uid(PeerAddress::kUidLength, '\0');
+  return readProcess(peer.pid, uid.data(), address, uid.size()) == 0 && uid == peer.uid;
 }
 
 bool contains(const SharedSpan& offered, size_t offset, size_t bytes) {
@@ -258,9 +265,10 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
     if (blob && arena.blobBytesOf(rank) == sizeof(theirs)) {
       std::memcpy(&theirs, blob, sizeof(theirs));
     }
-    const PeerAddress& peer = peers[rank];
-    canReadAll = peer.pidSpace == peers[self_].pidSpace && canRead(peer, theirs, &processes_[rank]);
-    if (canReadAll) lives_[rank].fd = processes_[rank].fd->get();
+    Process& process = processes_[rank];
+    process = {peers[rank].pid, group.mailbox.mesh().descriptorOf(peers[rank])};
+    canReadAll = process.fd && hasUid(peers[rank], theirs);
+    if (canReadAll) lives_[rank].fd = process.fd->get();
   }
   // If all live, what this rank has read was those processes' memory.
   canReadAll = canReadAll && areAlive([](int) { return true; });
@@ -278,15 +286,6 @@ Task PeerMemory::introduceProcesses(ShmGroup group) {
     processes_.clear();
   }
   co_return Status();
-}
-
-// Reads the uid, which only that process has at this address.
-bool PeerMemory::canRead(const PeerAddress& peer, uint64_t address, Process* process) {
-  std::string uid(PeerAddress::kUidLength, '\0');
-  process->pid = peer.pid;
-  process->fd = SingleCopy::process().watch(peer.pid, peer.startTicks);
-  if (!process->fd) return false;
-  return readProcess(peer.pid, uid.data(), address, uid.size()) == 0 && uid == peer.uid;
 }
 
 template <typename Counts>

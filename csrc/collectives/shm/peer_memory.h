@@ -135,7 +135,7 @@ class PeerMemory {
   using Name = std::pair<int, uint64_t>;  // a rank and its region
   struct Process {
     pid_t pid = 0;
-    std::shared_ptr<const Fd> fd;  // a pidfd: as long as the process is alive, the pid is its
+    std::shared_ptr<const Fd> fd;  // see ProcessWatch::descriptorOf()
   };
   // Whether each rank can read all others' memory; the same on all ranks.
   enum class Access { kUnknown, kGranted, kRefused };
@@ -151,7 +151,6 @@ class PeerMemory {
   // Whether no process has ended, or none of a rank for which `counts` is true.
   template <typename Counts>
   bool areAlive(Counts counts) const;
-  bool canRead(const PeerAddress& peer, uint64_t address, Process* process);
 
   const int self_;
   const SingleCopyUse use_;

@@ -1,7 +1,6 @@
 #include "transport/shm/single_copy.h"
 
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -36,22 +35,6 @@ SingleCopy::Measured SingleCopy::judge(const float* staged, const float* direct,
   int won = 0;
   for (int round = 0; round < rounds; ++round) won += direct[round] < kClear * staged[round];
   return {median(staged), median(direct), won >= rounds - 1 ? Choice::kDirect : Choice::kStaged};
-}
-
-std::shared_ptr<const Fd> SingleCopy::watch(pid_t pid, uint64_t startTicks) {
-  const MutexLock lock(mutex_);
-  std::erase_if(watched_, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<const Fd>& watched = watched_[{pid, startTicks}];
-  std::shared_ptr<const Fd> fd = watched.lock();
-#ifdef SYS_pidfd_open
-  if (!fd) {
-    Fd opened(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    if (opened && processStartTicks(pid) == startTicks) {
-      watched = fd = std::make_shared<const Fd>(std::move(opened));
-    }
-  }
-#endif
-  return fd;
 }
 
 SingleCopy::Choice SingleCopy::choice(const Case& of) const {

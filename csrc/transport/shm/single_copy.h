@@ -13,11 +13,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
-#include <utility>
 #include <vector>
 
-#include "base/fd.h"
 #include "base/mutex.h"
 #include "base/types.h"
 
@@ -66,10 +63,6 @@ class SingleCopy {
   // From the microseconds of so many rounds.
   static Measured judge(const float* staged, const float* direct, int rounds = kRounds);
 
-  // A pidfd of the process that has this pid and started then, which all groups share. Null if
-  // there is none: it has ended, or the kernel is too old.
-  std::shared_ptr<const Fd> watch(pid_t pid, uint64_t startTicks);
-
   Choice choice(const Case& of) const;
   void keep(const Case& of, const Measured& result);
   std::map<Case, Measured> measured() const;
@@ -77,7 +70,6 @@ class SingleCopy {
  private:
   mutable Mutex mutex_;
   std::map<Case, Measured> measured_ GUARDED_BY(mutex_);
-  std::map<std::pair<pid_t, uint64_t>, std::weak_ptr<const Fd>> watched_ GUARDED_BY(mutex_);
 };
 
 // Reads another process's memory. Returns 0 or errno.

@@ -27,8 +27,7 @@ constexpr std::chrono::milliseconds kSilentHere(500);
 
 [[maybe_unused]] bool isLegal(State from, State to) {
   switch (from) {
-    case State::kIdle: return to == State::kDialing || to == State::kOpen || to == State::kEnding;
-    case State::kDialing: return to == State::kOpen || to == State::kEnding || to == State::kIdle;
+    case State::kMaking: return to == State::kOpen || to == State::kEnding;
     case State::kOpen: return to == State::kEnding;
     case State::kEnding: return to == State::kLost;
     case State::kLost: break;
@@ -37,7 +36,7 @@ constexpr std::chrono::milliseconds kSilentHere(500);
 }
 
 const char* name(State state) {
-  constexpr const char* kNames[] = {"idle", "dialing", "open", "ending", "lost"};
+  constexpr const char* kNames[] = {"making", "open", "ending", "lost"};
   return kNames[static_cast<int>(state)];
 }
 
@@ -67,13 +66,12 @@ Connection::~Connection() {
 
 void Connection::dial() {
   assert(peer_.uid != local_.address.uid);
-  auto dial = std::make_unique<Dial>(local_, peer_, Dial::Joining{});  // may run out of memory
-  moveTo(State::kDialing);
-  dial_ = std::move(dial);
+  if (state_ != State::kMaking || dial_) return;
+  dial_ = std::make_unique<Dial>(local_, peer_, Dial::Joining{});
 }
 
 void Connection::advanceDialing() {
-  if (state_ != State::kDialing) return advanceJoining();
+  if (!dial_) return advanceJoining();
   dial_->advance();
   if (dial_->state() == Dial::State::kFailed) {
     end(dial_->loss());
@@ -128,7 +126,6 @@ void Connection::join(Link link) {
 }
 
 void Connection::giveUpDialing() {
-  moveTo(State::kIdle);
   dial_.reset();
   for (Mailbox* mailbox : sender_.dropAll()) {
     local_.raise(mailbox, NotSent{peer_.uid, "has left the group"});

@@ -10,14 +10,12 @@
 //
 // States (moveTo() makes every transition):
 //
-//   kIdle -> kDialing -> kOpen -> kEnding -> kLost
-//   kIdle -> kOpen                the peer has dialled
-//   kIdle, kDialing -> kEnding
-//   kDialing -> kIdle             the peer has left every group that both were in
+//   kMaking -> kOpen -> kEnding -> kLost       kMaking -> kEnding
 //
-// kEnding: the connection has failed, or the peer's process has ended. Frames that the peer sent
-// before still count, including its goodbye. They are read first, for as long as they may be in
-// flight.
+// kMaking: this process dials, unless the peer does. If the peer has left every group that both
+// were in, the mesh forgets the connection. kEnding: the connection has failed, or the peer's
+// process has ended. Frames that the peer sent before still count, including its goodbye. They are
+// read first, for as long as they may be in flight.
 //
 // Thread contract: the mesh's I/O lock. Nothing here blocks. Reading passes frames to mailboxes,
 // which answer on this connection; what the group itself must handle is an event (event.h).
@@ -48,7 +46,7 @@ namespace mycoll {
 
 class Connection {
  public:
-  enum class State { kIdle, kDialing, kOpen, kEnding, kLost };
+  enum class State { kMaking, kOpen, kEnding, kLost };
   static constexpr size_t kMostSockets = 64;
   // After this many bytes in one direction, the other direction and other connections follow. The
   // data in flight between two processes then stays in the caches.
@@ -67,7 +65,7 @@ class Connection {
 
   // ---- being made
 
-  // kIdle only.
+  // Makes the connection, unless it is there or is being made.
   void dial() REQUIRES(ioRole);
   void advanceDialing() REQUIRES(ioRole);
   // It is, or was, open, and uses shared memory.
@@ -76,25 +74,22 @@ class Connection {
   bool hasNoGroup() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
   }
-  // kDialing -> kIdle. Raises NotSent for the queued requests.
+  // Before it is forgotten: raises NotSent for the queued requests.
   void giveUpDialing() REQUIRES(ioRole);
-  bool isToBeMade() const REQUIRES(ioRole) {
-    return state_ == State::kIdle || state_ == State::kDialing;
-  }
-  // Requires isToBeMade(): this side or the peer has made the connection.
+  // kMaking: this side or the peer has made the connection.
   void open(Link link) REQUIRES(ioRole);
   // Adds one more socket. Closes it if the connection can no longer use it.
   void join(Link link) REQUIRES(ioRole);
   bool mayBeJoined(uint64_t id) const REQUIRES(ioRole) {
     return state_ == State::kOpen && id_ == id && sender_.sockets() < kMostSockets;
   }
-  // kDialing: whether the peer may have opened it already.
+  // kMaking: whether the peer may have opened it already.
   bool mayBeOpen() const REQUIRES(ioRole) { return dial_ && dial_->hasProved(); }
 
   // ---- bytes
 
-  // Queues the item, or raises NotSent for its request if the peer is lost. kIdle: the item is sent
-  // once either side has dialled.
+  // Queues the item, or raises NotSent for its request if the peer is lost. kMaking: the item is
+  // sent once the connection is open.
   void enqueue(OutItem item) REQUIRES(ioRole);
   // Answers a frame for a group that this process has left. The peer may not know that: for a peer
   // without a connection, only the goodbyes of the latest groups are kept.
@@ -135,11 +130,11 @@ class Connection {
 
   Local& local_;
   const PeerAddress peer_;
-  State state_ GUARDED_BY(ioRole) = State::kIdle;
+  State state_ GUARDED_BY(ioRole) = State::kMaking;
   Loss loss_ GUARDED_BY(ioRole);
   bool wasOpen_ GUARDED_BY(ioRole) = false;
   uint64_t id_ GUARDED_BY(ioRole) = 0;             // of the first link (link.h)
-  std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kDialing
+  std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kMaking
   // kOpen: one for each further socket that is being made.
   std::vector<std::unique_ptr<Dial>> joining_ GUARDED_BY(ioRole);
 

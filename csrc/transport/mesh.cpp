@@ -34,7 +34,7 @@ Mesh::Mesh(MeshOptions options)
             Connection& connection = connectionWith(accepted.peer);
             if (accepted.joins != 0) {
               connection.join(std::move(accepted.link));
-            } else if (connection.isToBeMade()) {
+            } else if (connection.state() == Connection::State::kMaking) {
               connection.open(std::move(accepted.link));
             }
           }),
@@ -298,7 +298,7 @@ void Mesh::erase(const Connection& connection) {
 
 Connection& Mesh::linkTo(const PeerAddress& peer) {
   Connection& connection = connectionWith(peer);
-  if (connection.state() == Connection::State::kIdle) connection.dial();
+  connection.dial();
   return connection;
 }
 
@@ -335,8 +335,7 @@ Outcome Mesh::admit(const Acceptor::AcceptedPeer& accepted) const {
   }
   if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {
-    case Connection::State::kIdle: break;
-    case Connection::State::kDialing:
+    case Connection::State::kMaking:
       if (connection->mayBeOpen() && address().uid < uid) return Outcome::kAskAgain;
       break;
     // The peer asked before it had the one that is open; or it has lost that one, and this side is

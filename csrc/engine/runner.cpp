@@ -111,30 +111,25 @@ bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
 
 // If all ranks are on this host, the arena runs everything; otherwise plans use it.
 Task Runner::shareWithHost(const Signature& first) {
-  if (group_.shape.hosts() > 1 && group_.options.rank == 0) {
-    if (const int block = betterSumBlock(hostsOf(group_.mailbox.group()), sumTree())) {
-      MYCOLL_LOG_INFO("group '%s': with MYCOLL_SUM_BLOCK=%d hosts would send less",
-                      group_.options.name.c_str(), block);
-    }
-  }
   // The collective begins now: a rank that waits here for others of its host can then notify all.
   if (group_.options.ranks > 1) group_.agreement.begin(begun(), first);
   const std::vector<int>& members =
       group_.shape.membersOf(group_.shape.hostOf(group_.options.rank));
-  const bool mayShare = mayShareMemory(members);
-  if (mayShare && group_.shape.hosts() == 1) {
-    MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(group_.mailbox, group_.membership, &arena_));
-  } else if (mayShare) {
-    ArenaShape wanted;
-    wanted.smallBytes = blobBytes(group_.shape);
-    wanted.chunkBytes = areaBytes(group_.shape);
-    wanted.areas = areaCount(group_.shape);
-    MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(group_.mailbox, members, wanted, &arena_));
-    if (arena_) group_.membership.haveMet(members);
-  }
-  if (mayShare && !arena_) {
-    MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory",
-                    group_.options.name.c_str());
+  if (mayShareMemory(members)) {
+    Sharing sharing{group_.mailbox, &group_.membership, members, {}};
+    if (group_.shape.hosts() > 1) {
+      sharing.membership = nullptr;
+      sharing.shape.smallBytes = blobBytes(group_.shape);
+      sharing.shape.chunkBytes = areaBytes(group_.shape);
+      sharing.shape.areas = areaCount(group_.shape);
+    }
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(std::move(sharing), &arena_));
+    if (!arena_) {
+      MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory",
+                      group_.options.name.c_str());
+    } else if (group_.shape.hosts() > 1) {
+      group_.membership.haveMet(members);
+    }
   }
   sharedArena_.store(arena_.get(), std::memory_order_release);
   isPrepared_ = true;

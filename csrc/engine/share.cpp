@@ -1,6 +1,6 @@
 #include "engine/share.h"
 
-#include <numeric>
+#include <algorithm>
 #include <utility>
 
 #include "base/env.h"
@@ -34,19 +34,8 @@ void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   if (areas >= kManyAreas) largeSegment = segment;
 }
 
-// The ranks that share an arena. members[0] offers it; shape: the one that this rank offers, or
-// expects from a rank with its plans (membership: with its environment).
-struct Sharing {
-  Mailbox& mailbox;
-  Membership* membership;  // null: the members are not all ranks of the group
-  std::vector<int> members;
-  ArenaShape shape;
-
-  bool isFirst() const { return mailbox.rank() == members[0]; }
-};
-
 std::unique_ptr<Arena> makeArena(const Sharing& sharing, std::shared_ptr<Segment> segment,
-                                 const ArenaShape& shape, DistanceChoice distance) {
+                                 const ArenaShape& shape) {
   const Mailbox& mailbox = sharing.mailbox;
   if (sharing.membership) noteAreas(segment, shape.areas);
   std::vector<Bell> bells;
@@ -55,51 +44,10 @@ std::unique_ptr<Arena> makeArena(const Sharing& sharing, std::shared_ptr<Segment
     if (rank == mailbox.rank()) self = static_cast<int>(bells.size());
     bells.push_back(mailbox.mesh().bellOf(mailbox.group().peers[rank]));
   }
-  return std::make_unique<Arena>(std::move(segment), shape, self, std::move(bells), sharing.members,
-                                 distance);
-}
-
-Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
-  Mailbox& mailbox = sharing.mailbox;
-  const Signature signature;
-  const std::vector<int> others(sharing.members.begin() + 1, sharing.members.end());
-  ArenaShape shape = sharing.shape;
-  std::shared_ptr<Segment> segment;
-  const Status made = Segment::create(shape.totalBytes(), &segment);
-  if (!made.ok()) {
-    MYCOLL_LOG_WARN("%s", made.message().c_str());
-    shape.ranks = 0;  // there is nothing to offer
-  }
-  Batch offers(mailbox, signature);
-  for (const int rank : others) offers.send(rank, spanOf(shape), kOfferStep, segment);
-  co_await offers;
-  MYCOLL_CO_RETURN_IF_ERROR(offers.status());
-  if (!made.ok()) co_return Status();
-
-  std::vector<uint64_t> flags(others.size());
-  Batch answers(mailbox, signature);
-  for (size_t i = 0; i < others.size(); ++i) {
-    answers.receive(others[i], spanOf(flags[i]), kAnswerStep);
-  }
-  co_await answers;
-  MYCOLL_CO_RETURN_IF_ERROR(answers.status());
-  segment->closeFd();
-  uint64_t verdict = 1;
-  for (const uint64_t flag : flags) verdict &= flag;
-  // Attach the arena before the others receive the verdict: from then on all ranks look for a
-  // failure there, so it must be written there.
-  if (verdict) {
-    *arena = makeArena(sharing, std::move(segment), shape, Env::process().distance);
-    if (sharing.membership) sharing.membership->attach(arena->get());
-  }
-  Batch verdicts(mailbox, signature);
-  for (const int rank : others) verdicts.send(rank, spanOf(verdict), kVerdictStep);
-  co_await verdicts;
-  // Until the verdicts are sent some rank may not have the arena yet, and detects a failure only by
-  // a message.
-  MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
-  if (verdict && sharing.membership) sharing.membership->trustArena();
-  co_return Status();
+  auto arena = std::make_unique<Arena>(std::move(segment), shape, self, std::move(bells),
+                                       sharing.members, Env::process().distance);
+  if (sharing.membership) sharing.membership->attach(arena.get());
+  return arena;
 }
 
 Status takeSegment(const Sharing& sharing, const ArenaShape& shape, Fd memory,
@@ -114,61 +62,78 @@ Status takeSegment(const Sharing& sharing, const ArenaShape& shape, Fd memory,
   return Segment::adopt(std::move(memory), shape.totalBytes(), segment);
 }
 
-Task acceptArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
-  Mailbox& mailbox = sharing.mailbox;
-  const int first = sharing.members[0];
-  const Signature signature;
-  ArenaShape shape;
-  Batch offers(mailbox, signature);
-  Transfer& offered = offers.receive(first, spanOf(shape), kOfferStep);
-  co_await offers;
-  MYCOLL_CO_RETURN_IF_ERROR(offers.status());
-  if (shape.ranks == 0) co_return Status();
-
-  std::shared_ptr<Segment> segment;
-  const Status taken = takeSegment(sharing, shape, offered.takeDescriptor(), &segment);
-  if (!taken.ok()) MYCOLL_LOG_WARN("%s", taken.message().c_str());
-  uint64_t flag = taken.ok();
-  Batch answer(mailbox, signature);
-  answer.send(first, spanOf(flag), kAnswerStep);
-  co_await answer;
-  MYCOLL_CO_RETURN_IF_ERROR(answer.status());
-  uint64_t verdict = 0;
-  Batch verdicts(mailbox, signature);
-  verdicts.receive(first, spanOf(verdict), kVerdictStep);
-  co_await verdicts;
-  MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
-  if (!verdict) co_return Status();
-  *arena = makeArena(sharing, std::move(segment), shape, DistanceChoice::kMeasured);
-  if (!sharing.membership) co_return Status();
-  sharing.membership->attach(arena->get());
-  sharing.membership->trustArena();
-  co_return Status();
-}
-
-Task share(Sharing sharing, std::unique_ptr<Arena>* arena) {
-  const bool isFirst = sharing.isFirst();
-  return isFirst ? offerArena(std::move(sharing), arena) : acceptArena(std::move(sharing), arena);
+// One flag between the first rank and each of the others.
+void exchangeFlags(Batch& messages, bool isSending, const std::vector<int>& partners, Step step,
+                   std::vector<uint64_t>* flags) {
+  for (size_t i = 0; i < partners.size(); ++i) {
+    if (isSending) {
+      messages.send(partners[i], spanOf((*flags)[i]), step);
+    } else {
+      messages.receive(partners[i], spanOf((*flags)[i]), step);
+    }
+  }
 }
 
 }  // namespace
 
-Task shareArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena) {
-  const Env& env = Env::process();
-  std::vector<int> all(mailbox.ranks());
-  std::iota(all.begin(), all.end(), 0);
-  ArenaShape shape;
-  shape.ranks = mailbox.ranks();
-  shape.smallBytes = env.smallBytes;
-  if (env.chunkBytes > 0) shape.chunkBytes = env.chunkBytes;
-  shape.areas = chooseAreas();
-  return share({mailbox, &membership, std::move(all), shape.enlarged()}, arena);
-}
+Task shareArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
+  Mailbox& mailbox = sharing.mailbox;
+  sharing.shape.ranks = static_cast<int>(sharing.members.size());
+  if (sharing.membership) {
+    const Env& env = Env::process();
+    sharing.shape.smallBytes = env.smallBytes;
+    if (env.chunkBytes > 0) sharing.shape.chunkBytes = env.chunkBytes;
+    sharing.shape.areas = chooseAreas();
+  }
+  sharing.shape = sharing.shape.enlarged();
+  const bool isFirst = mailbox.rank() == sharing.members[0];
+  std::vector<int> partners = {sharing.members[0]};
+  if (isFirst) partners.assign(sharing.members.begin() + 1, sharing.members.end());
+  const Signature signature;
+  ArenaShape shape = sharing.shape;
+  std::shared_ptr<Segment> segment;
+  Status status;
+  Batch offers(mailbox, signature);
+  Transfer* offered = nullptr;
+  if (isFirst) {
+    status = Segment::create(shape.totalBytes(), &segment);
+    if (!status.ok()) shape.ranks = 0;  // there is nothing to offer
+    for (const int rank : partners) offers.send(rank, spanOf(shape), kOfferStep, segment);
+  } else {
+    offered = &offers.receive(partners[0], spanOf(shape), kOfferStep);
+  }
+  co_await offers;
+  MYCOLL_CO_RETURN_IF_ERROR(offers.status());
+  const bool isOffered = shape.ranks != 0;
+  if (offered && isOffered) {
+    status = takeSegment(sharing, shape, offered->takeDescriptor(), &segment);
+  }
+  if (!status.ok()) MYCOLL_LOG_WARN("%s", status.message().c_str());
+  if (!isOffered) co_return Status();
 
-Task shareHostArena(Mailbox& mailbox, std::vector<int> members, ArenaShape shape,
-                    std::unique_ptr<Arena>* arena) {
-  shape.ranks = static_cast<int>(members.size());
-  return share({mailbox, nullptr, std::move(members), shape.enlarged()}, arena);
+  std::vector<uint64_t> flags(partners.size(), status.ok());
+  Batch answers(mailbox, signature);
+  exchangeFlags(answers, !isFirst, partners, kAnswerStep, &flags);
+  co_await answers;
+  MYCOLL_CO_RETURN_IF_ERROR(answers.status());
+  if (isFirst) {
+    segment->closeFd();
+    const bool haveAll = std::count(flags.begin(), flags.end(), 0) == 0;
+    flags.assign(partners.size(), haveAll);
+    // Attach the arena before the others receive the verdict: from then on all ranks look for a
+    // failure there, so it must be written there.
+    if (haveAll) *arena = makeArena(sharing, segment, shape);
+  }
+  Batch verdicts(mailbox, signature);
+  exchangeFlags(verdicts, isFirst, partners, kVerdictStep, &flags);
+  co_await verdicts;
+  // Until the verdicts are sent some rank may not have the arena yet, and detects a failure only by
+  // a message.
+  MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
+  if (flags[0] == 0) co_return Status();
+  if (!isFirst) *arena = makeArena(sharing, std::move(segment), shape);
+  if (sharing.membership) sharing.membership->trustArena();
+  co_return Status();
 }
 
 }  // namespace mycoll

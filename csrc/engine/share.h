@@ -16,14 +16,20 @@ namespace mycoll {
 
 class Membership;
 
-// Called by all ranks of a group on one host. *arena stays empty if it cannot be shared; as soon as
-// this rank has it, it is attached to the membership. Thread contract: as Task. Lifetime: the
-// referenced objects outlive the task.
-Task shareArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena);
+struct Sharing {
+  Mailbox& mailbox;
+  // If the members are all ranks of the group: as soon as this rank has the arena, it is attached
+  // to the membership. Null: it is for the members' part of collectives that span hosts, and does
+  // not report failures and departures; messages do.
+  Membership* membership;
+  std::vector<int> members;  // the ranks of this host; the first one offers the arena
+  // What the members need for their plans, the same on all of them. With a membership, the first
+  // member's environment decides instead.
+  ArenaShape shape;
+};
 
-// As shareArena(), called by the ranks of a group that are on this host, for their part of
-// collectives that span hosts. This arena does not report failures and departures: messages do.
-Task shareHostArena(Mailbox& mailbox, std::vector<int> members, ArenaShape shape,
-                    std::unique_ptr<Arena>* arena);
+// Called by all members. *arena stays empty if it cannot be shared. Thread contract: as Task.
+// Lifetime: the referenced objects outlive the task.
+Task shareArena(Sharing sharing, std::unique_ptr<Arena>* arena);
 
 }  // namespace mycoll

@@ -15,7 +15,6 @@ namespace {
 
 // The steps of the group's own messages (Batch), far from those that set up its arena.
 constexpr uint64_t kFirstStep = uint64_t{1} << 40;
-constexpr uint64_t kStepsOfWindow = 2;
 // Distinguishes this all_gather from any that the program calls.
 constexpr uint8_t kPartType = 255;
 
@@ -37,13 +36,6 @@ struct Window::Part {
   uint64_t segmentBytes = 0;  // 0: others cannot map it
   uint64_t offset = 0;        // in the segment
   Description description{};
-};
-
-// The exchange of descriptors with another rank of this host.
-struct Window::Passing {
-  int rank = 0;
-  Transfer* message = nullptr;              // with the other's descriptor
-  uint64_t isMapped = 0, isMappedHere = 0;  // this rank's memory by the other; the other's here
 };
 
 std::shared_ptr<Window> Window::make(std::shared_ptr<Communicator> group) {
@@ -130,7 +122,7 @@ Task Window::introduce(CollectiveRunner& runner) {
                                           "same order");
   }
   std::vector<std::shared_ptr<Pages>> mapped(ranks);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await mapNeighbours(parts, mapped));
+  MYCOLL_CO_RETURN_IF_ERROR(co_await mapNeighbours(runner, parts, mapped));
   MutexLock lock(mutex_);
   parts_ = std::move(parts);
   mapped_ = std::move(mapped);
@@ -138,51 +130,48 @@ Task Window::introduce(CollectiveRunner& runner) {
   co_return Status();
 }
 
-// Each rank that has shared memory sends its descriptor to every other rank of its host, which
-// answers whether it has mapped the memory.
-Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped) {
+// Each rank that has shared memory sends its descriptor to the other ranks of its host, and learns
+// whether they have mapped what they were sent.
+Task Window::mapNeighbours(CollectiveRunner& runner, const std::vector<Part>& parts,
+                           std::vector<std::shared_ptr<Pages>>& mapped) {
   Mailbox& mailbox = group_->mailbox();
-  const Part& own = parts[group_->rank()];
+  const int self = group_->rank(), ranks = group_->ranks();
+  const SharedHeap& heap = SharedHeap::process();
+  const bool isOffered = parts[self].segmentBytes > 0;
+  const auto segment = isOffered ? heap.segmentOf(heap.find(memory_).region) : nullptr;
+  const std::vector<int> others = neighbours();
   Signature signature;
   signature.kind = OpKind::kWindow;
-  const uint64_t step = kFirstStep + id_ * kStepsOfWindow;
-  const SharedHeap& heap = SharedHeap::process();
-  const auto segment = own.segmentBytes > 0 ? heap.segmentOf(heap.find(memory_).region) : nullptr;
-  std::vector<Passing> passings;
-  for (const int rank : neighbours()) passings.push_back({.rank = rank});
-
   Batch descriptors(mailbox, signature);
-  for (Passing& each : passings) {
-    if (own.segmentBytes > 0) descriptors.send(each.rank, {}, step, segment);
-    if (parts[each.rank].segmentBytes > 0) each.message = &descriptors.receive(each.rank, {}, step);
+  std::vector<std::pair<int, Transfer*>> coming;
+  for (const int rank : others) {
+    if (isOffered) descriptors.send(rank, {}, kFirstStep + id_, segment);
+    if (parts[rank].segmentBytes == 0) continue;
+    coming.emplace_back(rank, &descriptors.receive(rank, {}, kFirstStep + id_));
   }
   co_await descriptors;
   MYCOLL_CO_RETURN_IF_ERROR(descriptors.status());
 
-  Batch answers(mailbox, signature);
-  for (Passing& each : passings) {
-    if (each.message) {
-      const Part& part = parts[each.rank];
-      Status status(Code::kNetwork, "shared memory: the descriptor did not come");
-      Fd fd = each.message->takeDescriptor();
-      if (fd.isOpen() && part.offset >= SharedHeap::headBytes()) {
-        status = Pages::map(std::move(fd), part.segmentBytes, part.offset, part.bytes,
-                            &mapped[each.rank]);
-      }
-      if (!status.ok()) {
-        MYCOLL_LOG_WARN("what is put into the window of %s travels by messages: %s",
-                        mailbox.describeRank(each.rank).c_str(), status.message().c_str());
-      }
-      each.isMappedHere = status.ok();
-      answers.send(each.rank, spanOf(each.isMappedHere), step + 1);
+  std::vector<char> haveMapped(ranks);  // by rank: all that it was sent
+  haveMapped[self] = 1;
+  for (const auto& [rank, message] : coming) {
+    const Part& part = parts[rank];
+    Status status(Code::kNetwork, "shared memory: the descriptor did not come");
+    Fd fd = message->takeDescriptor();
+    if (fd.isOpen() && part.offset >= SharedHeap::headBytes()) {
+      status = Pages::map(std::move(fd), part.segmentBytes, part.offset, part.bytes, &mapped[rank]);
     }
-    if (own.segmentBytes > 0) answers.receive(each.rank, spanOf(each.isMapped), step + 1);
+    if (status.ok()) continue;
+    haveMapped[self] = 0;
+    MYCOLL_LOG_WARN("what is put into the window of %s travels by messages: %s",
+                    mailbox.describeRank(rank).c_str(), status.message().c_str());
   }
-  co_await answers;
-  MYCOLL_CO_RETURN_IF_ERROR(answers.status());
-  const bool areAllMapped = std::all_of(passings.begin(), passings.end(),
-                                        [](const Passing& each) { return each.isMapped != 0; });
-  if (!areAllMapped && own.bytes > 0) {
+  MYCOLL_CO_RETURN_IF_ERROR(
+      co_await runner.run(gather(self, {haveMapped.data(), 0}, sizeof(char), ranks)));
+  const bool isMapped =
+      others.empty() || (isOffered && std::all_of(others.begin(), others.end(),
+                                                  [&](int rank) { return haveMapped[rank] != 0; }));
+  if (!isMapped && parts[self].bytes > 0) {
     // Peers with shared memory do not ring for a process that waits for nothing.
     MutexLock lock(mutex_);
     listening_.emplace(mailbox.mesh());

@@ -95,8 +95,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   Status post(OpKind kind, int rank, bool willWait, Milliseconds timeout, OpPtr* op)
       EXCLUDES(mutex_);
   enum class State { kClosed, kOpening, kOpen, kClosing };
-  struct Part;     // a rank's entry: its memory
-  struct Passing;  // exchange of descriptors
+  struct Part;  // a rank's entry: its memory
 
   explicit Window(std::shared_ptr<Communicator> group);
   void moveTo(State next) REQUIRES(mutex_);
@@ -104,7 +103,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   Part ownPart() const;
   std::vector<int> neighbours() const;
   Task introduce(CollectiveRunner& runner);
-  Task mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped);
+  Task mapNeighbours(CollectiveRunner& runner, const std::vector<Part>& parts,
+                     std::vector<std::shared_ptr<Pages>>& mapped);
   Task retire(CollectiveRunner& runner);
   // Closes the window on this rank.
   void end() EXCLUDES(mutex_);

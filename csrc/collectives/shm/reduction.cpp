@@ -54,14 +54,6 @@ std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
   return group.memory.offer(group.arena, call, {call.in[0], call.out[0]}, bytes);
 }
 
-// Writes the locations, if there are any, to the blob. Returns the size of the blob.
-size_t beginOffer(Arena& arena, const std::vector<SharedSpan>& offered) {
-  const size_t bytes = offered.size() * sizeof(SharedSpan);
-  char* const blob = arena.beginBlob(bytes);
-  if (bytes > 0) std::memcpy(blob, offered.data(), bytes);
-  return bytes;
-}
-
 // How a tensor is cut into rounds and slices; the same on all ranks.
 struct Slices {
   Slices(size_t rankCount, size_t chunkBytes, size_t totalBytes)
@@ -78,8 +70,6 @@ struct Slices {
     const size_t from = std::min(bytes, static_cast<size_t>(rank) * slice);
     return {static_cast<char*>(tensor) + begin + from, std::min(bytes - from, slice)};
   }
-  // In a bulk area.
-  size_t offset(int rank) const { return static_cast<size_t>(rank) * stride; }
 
   size_t ranks;
   size_t total;
@@ -176,6 +166,28 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   co_return status;
 }
 
+// Begins a call whose inputs fill(round) stages: all ranks have arrived, and round 0 is staged,
+// before the arrival if its area is free. *isDone: all ranks have offered their tensors instead,
+// and the call is over.
+template <typename Fill>
+Task shmBeginStaging(ShmGroup group, const Call& call, uint64_t rounds, Fill fill, bool* isDone) {
+  Arena& arena = group.arena;
+  const std::vector<SharedSpan> offered = offerTensors(group, call);
+  const size_t blobBytes = offered.size() * sizeof(SharedSpan);
+  char* const blob = arena.beginBlob(blobBytes);
+  if (blobBytes > 0) std::memcpy(blob, offered.data(), blobBytes);
+  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
+  if (isEarly) fill(0);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, rounds, !offered.empty()));
+  *isDone = PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny();
+  if (*isDone) {
+    Status status = co_await shmReduceDirect(group, call);
+    co_return status;
+  }
+  if (!isEarly) fill(0);
+  co_return Status();
+}
+
 Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -189,22 +201,15 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const size_t chunk = arena.shape().chunkBytes;
   const uint64_t rounds = roundsFor(bytes, chunk);
 
-  const std::vector<SharedSpan> offered = offerTensors(group, call);
-  const size_t blobBytes = beginOffer(arena, offered);
   const auto fill = [&](uint64_t round) {
     const Span mine = piece(call.in[0], round, chunk);
     if (isWanted) arena.fill(arena.bulk(self, round), mine.data, mine.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
-  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
-  if (isEarly) fill(0);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, rounds, !offered.empty()));
-  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
-    Status status = co_await shmReduceDirect(group, call);
-    co_return status;
-  }
+  bool isDone = false;
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmBeginStaging(group, call, rounds, fill, &isDone));
+  if (isDone) co_return Status();
 
-  if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     Span next;  // staged while this round is reduced
     if (round + 1 < rounds) {
@@ -234,129 +239,80 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
+// all_reduce and reduce divide one tensor. A reduce_scatter has a tensor for each owner, as all
+// ranks know: a part of each is a slice of a round.
 Task shmReduceLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
-  const bool isStreaming = wantsResult && isStreamingResult(call);
-  char* const input = call.in[0].begin();
-  char* const output = wantsResult ? call.out[0].begin() : nullptr;
-
-  const std::vector<SharedSpan> offered = offerTensors(group, call);
-  const size_t blobBytes = beginOffer(arena, offered);
-  const Slices slices(static_cast<size_t>(ranks), arena.shape().chunkBytes, call.in[0].bytes);
+  const bool isScatter = call.kind == OpKind::kReduceScatter;
+  const bool wantsAll = call.kind == OpKind::kAllReduce || (!isScatter && self == call.root);
+  const bool isStreaming =
+      isScatter ? call.out[0].bytes >= kStreamingOutput : wantsAll && isStreamingResult(call);
+  size_t largest = 0;
+  for (const Span& span : call.in) largest = std::max(largest, span.bytes);
+  const size_t chunk = arena.shape().chunkBytes;
+  const Slices slices = isScatter ? Slices(1, chunk / std::max(1, ranks - 1), largest)
+                                  : Slices(static_cast<size_t>(ranks), chunk, largest);
+  const auto sliceOf = [&](const Span& tensor, int owner, uint64_t round) {
+    return isScatter ? piece(tensor, round, slices.stride) : slices.of(owner, round, tensor.data);
+  };
+  const auto inputOf = [&](int owner, uint64_t round) {
+    return sliceOf(call.in[isScatter ? owner : 0], owner, round);
+  };
+  // In a reduce_scatter, the area of a rank has no place for its own slice.
+  const auto placeOf = [&](int from, int owner, uint64_t round) {
+    const int index = isScatter && owner > from ? owner - 1 : owner;
+    return arena.bulk(from, round) + static_cast<size_t>(index) * slices.stride;
+  };
   const auto fill = [&](uint64_t round) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
-      const Span slice = slices.of(owner, round, input);
-      arena.fill(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+      const Span slice = inputOf(owner, round);
+      arena.fill(placeOf(self, owner, round), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
-  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
-  if (isEarly) fill(0);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, slices.rounds, !offered.empty()));
-  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
-    Status status = co_await shmReduceDirect(group, call);
-    co_return status;
-  }
+  bool isDone = false;
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shmBeginStaging(group, call, slices.rounds, fill, &isDone));
+  if (isDone) co_return Status();
 
   std::vector<const void*> inputs(ranks);
-  if (!isEarly) fill(0);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
     if (round + 1 < slices.rounds) {
       RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
-    RoundReached isFilled(arena, Counter::kFilled, round + 1);
-    co_await isFilled;
-    Span mine = slices.of(self, round, input);
-    if (mine.bytes) {
-      for (int rank = 0; rank < ranks; ++rank) {
-        inputs[rank] = rank == self ? mine.data : arena.bulk(rank, round) + slices.offset(self);
-      }
-      void* shared = arena.bulk(self, round) + slices.offset(self);
-      const size_t count = mine.bytes / call.elementBytes;
-      if (call.kind == OpKind::kAllReduce) {
-        reduce2(call.dtype, call.reduceOp, slices.of(self, round, output).data, shared,
-                inputs.data(), ranks, count, ranks, isStreaming, arena.isStreaming());
-      } else {
-        void* target = wantsResult ? slices.of(self, round, output).data : shared;
-        reduce(call.dtype, call.reduceOp, target, inputs.data(), ranks, count, ranks, isStreaming);
-      }
-    }
-    arena.publish(Counter::kReduced, round + 1);
-    for (int step = 1; wantsResult && step < ranks; ++step) {
-      const int owner = (self + step) % ranks;
-      Span slice = slices.of(owner, round, output);
-      if (slice.bytes == 0) continue;
-      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
-      co_await isReduced;
-      const char* shared = arena.bulk(owner, round) + slices.offset(owner);
-      copy(slice.data, shared, slice.bytes, isStreaming);
-    }
-    arena.publish(Counter::kDone, round + 1);
-  }
-  arena.endRounds(slices.rounds);
-  co_return Status();
-}
-
-// Every rank's list of sizes is the same, so all know how many rounds the longest part takes.
-Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
-  Arena& arena = group.arena;
-  const int self = arena.rank();
-  const int ranks = arena.ranks();
-  const std::vector<SharedSpan> offered = offerTensors(group, call);
-  const size_t blobBytes = beginOffer(arena, offered);
-  const size_t stride =
-      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
-  auto offset = [&](int from, int to) {
-    return static_cast<size_t>(to < from ? to : to - 1) * stride;
-  };
-  size_t largest = 0;
-  for (const Span& span : call.in) largest = std::max(largest, span.bytes);
-  const uint64_t rounds = roundsFor(largest, stride);
-  const bool isStreaming = call.out[0].bytes >= kStreamingOutput;
-
-  const auto fill = [&](uint64_t round) {
-    for (int step = 1; step < ranks; ++step) {
-      const int owner = (self + step) % ranks;
-      const Span part = piece(call.in[owner], round, stride);
-      arena.fill(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
-    }
-    arena.publish(Counter::kFilled, round + 1);
-  };
-  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
-  if (isEarly) fill(0);
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shmArrive(group, blobBytes, rounds, !offered.empty()));
-  if (PeerMemory::areAllOffered(arena) || group.memory.newsIn(arena).isAny()) {
-    Status status = co_await shmReduceDirect(group, call);
-    co_return status;
-  }
-
-  std::vector<const void*> inputs(ranks);
-  if (!isEarly) fill(0);
-  for (uint64_t round = 0; round < rounds; ++round) {
-    if (round + 1 < rounds) {
-      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
-      co_await isFree;
-      fill(round + 1);
-    }
-    Span mine = piece(call.in[self], round, stride);
+    const Span mine = inputOf(self, round);
     if (mine.bytes) {
       RoundReached isFilled(arena, Counter::kFilled, round + 1);
       co_await isFilled;
       for (int rank = 0; rank < ranks; ++rank) {
-        inputs[rank] = rank == self ? mine.data : arena.bulk(rank, round) + offset(rank, self);
+        inputs[rank] = rank == self ? mine.data : placeOf(rank, self, round);
       }
-      reduce(call.dtype, call.reduceOp, piece(call.out[0], round, stride).data, inputs.data(),
-             ranks, mine.bytes / call.elementBytes, ranks, isStreaming);
+      void* const shared = placeOf(self, self, round);
+      void* const result = isScatter || wantsAll ? sliceOf(call.out[0], self, round).data : shared;
+      const size_t count = mine.bytes / call.elementBytes;
+      if (call.kind == OpKind::kAllReduce) {
+        reduce2(call.dtype, call.reduceOp, result, shared, inputs.data(), ranks, count, ranks,
+                isStreaming, arena.isStreaming());
+      } else {
+        reduce(call.dtype, call.reduceOp, result, inputs.data(), ranks, count, ranks, isStreaming);
+      }
+    }
+    if (!isScatter) arena.publish(Counter::kReduced, round + 1);
+    for (int step = 1; wantsAll && step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      const Span slice = sliceOf(call.out[0], owner, round);
+      if (slice.bytes == 0) continue;
+      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
+      co_await isReduced;
+      copy(slice.data, placeOf(owner, owner, round), slice.bytes, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
   }
-  arena.endRounds(rounds);
+  arena.endRounds(slices.rounds);
   co_return Status();
 }
 
@@ -375,7 +331,7 @@ Task shmCollective(ShmGroup group, const Call& call) {
     }
     case OpKind::kReduceScatter:
       return totalBytes(call.in) <= arena.shape().smallBytes ? shmReduceSmall(group, call)
-                                                             : shmReduceScatterLarge(group, call);
+                                                             : shmReduceLarge(group, call);
     case OpKind::kAllToAll:
     case OpKind::kScatter: return shmPairwise(group, call);
     case OpKind::kBroadcast:

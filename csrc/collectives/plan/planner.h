@@ -1,8 +1,8 @@
 // Planner: writes the steps of one rank's plan. Its subclasses plan a family of operations each:
 //
-//   reductions.cpp   all_reduce, reduce, reduce_scatter     } of pieces of the data that have
-//   owners: gathers.cpp      all_gather, broadcast                  } slots.h exchange.cpp
-//   all_to_all, gather, scatter
+//   reductions.cpp   all_reduce, reduce, reduce_scatter   } of pieces of the data that have owners:
+//   gathers.cpp      all_gather, broadcast                } slots.h
+//   exchange.cpp     all_to_all, gather, scatter
 //
 // Thread contract: one thread. Lifetime: what the context refers to outlives the planner.
 #pragma once

@@ -18,8 +18,6 @@ struct RankRange {
 
 // Notices are forwarded at most this often in each direction.
 constexpr auto kForwardEvery = std::chrono::milliseconds(20);
-// The pause between two notices to a rank that may not have created the group yet.
-constexpr std::chrono::milliseconds kShortestPause(200), kLongestPause(4000);
 // At most this many of the awaited ranks are notified directly, the others along the tree.
 constexpr size_t kMostAwaited = 64;
 
@@ -125,25 +123,8 @@ int Agreement::parent() const {
                               [this](int rank) { return membership_.hasLeft(rank); });
 }
 
-// A rank that has not created the group yet stores what it receives and does not act on it. So it
-// is notified of a collective immediately, and then at growing intervals.
-bool Agreement::mayRepeat(int rank, uint64_t sequence) {
-  if (mailbox_.hasGroup(rank)) {
-    repeated_.erase(rank);
-    return true;
-  }
-  const auto now = Clock::now();
-  Repeated& repeated = repeated_.try_emplace(rank).first->second;
-  if (repeated.sequence != sequence) repeated = {sequence, {}, {}};
-  if (now < repeated.next) return false;
-  repeated.pause = std::clamp(repeated.pause * 2, kShortestPause, kLongestPause);
-  repeated.next = now + repeated.pause;
-  return true;
-}
-
 void Agreement::sendArrived(int rank, const Note& note) {
   if (rank == mailbox_.rank() || membership_.hasFailed() || membership_.hasLeft(rank)) return;
-  if (!mayRepeat(rank, note.sequence)) return;
   std::string payload;
   append(&payload, note);
   for (int first = 0; first < mailbox_.ranks(); ++first) {

@@ -15,7 +15,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -78,7 +77,6 @@ class Agreement {
   bool updateLatest(const Note& note) REQUIRES(ioRole);
   void take(const Note& note) REQUIRES(ioRole);
   void sendArrived(int rank, const Note& note) REQUIRES(ioRole);
-  bool mayRepeat(int rank, uint64_t sequence) REQUIRES(ioRole);
   void forward(int source, const Note& note, bool isNew) REQUIRES(ioRole);
   bool isTimeFor(Direction& direction, bool isNew) const REQUIRES(ioRole);
   bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
@@ -92,14 +90,7 @@ class Agreement {
   uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was sent all before this one
   Clock::time_point comparedAt_ GUARDED_BY(ioRole);
   std::vector<uint64_t> reached_
-      GUARDED_BY(ioRole);  // by rank: collectives it is known to have begun
-  // For each rank that has sent nothing so far: the last kArrived that this rank sent to it.
-  struct Repeated {
-    uint64_t sequence = 0;
-    Clock::time_point next;
-    std::chrono::milliseconds pause{0};
-  };
-  std::map<int, Repeated> repeated_ GUARDED_BY(ioRole);
+      GUARDED_BY(ioRole);                          // by rank: collectives it is known to have begun
   std::optional<Note> latest_ GUARDED_BY(ioRole);  // the latest one that a rank waits long in
   Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };

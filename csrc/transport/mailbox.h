@@ -119,9 +119,6 @@ class Mailbox {
       REQUIRES(ioRole);
   // Whether this rank has received a message of one of that rank's calls.
   bool hasReceivedFrom(int rank) const REQUIRES(ioRole) { return flows_[rank].hasReceived; }
-  // Whether that rank is known to have made the group: its engine has sent something, perhaps for
-  // other ranks.
-  bool hasGroup(int rank) const REQUIRES(ioRole) { return flows_[rank].hasGroup; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
   // The collective that begins now. Messages for it that differ raise CallsDiffer, whether they
@@ -252,7 +249,7 @@ class Mailbox {
     bool isHeld = false;           // this rank has asked it to hold
     bool holdsUs = false;          // it has asked this rank to hold
     bool hasReceived = false;      // a message or an answer was received from it
-    bool hasGroup = false;         // it is known to have made the group
+    bool hasGroup = false;         // it has made the group, as its engine has sent something
     bool isAnswered = false;       // something was sent to it
     size_t early = 0;              // bytes sent to it before hasGroup
     size_t unanswered = 0;         // bytes received from it before isAnswered

@@ -657,16 +657,15 @@ Status Root::handleReports() {
 }
 
 Status Root::handleReport(const Round::Report& report) {
-  using Kind = Round::Report::Kind;
   Candidate& candidate = candidates_[report.rank];
   const PeerAddress& address = candidate.handle.address;
-  if (report.kind == Kind::kGaveUp) {
+  if (report.kind == Round::Report::kGaveUp) {
     return Status(report.why.code(), sanitized(report.why.message()));
   }
-  if (report.kind == Kind::kLate) {
+  if (report.kind == Round::Report::kLate) {
     return tooLate(report.rank, sanitized(report.why.message()), missing());
   }
-  if (report.kind == Kind::kUnauthenticated) {
+  if (report.loss == LossReason::kUnauthenticated) {
     const Tls* const tls = engine_.mesh()->options().tls.get();
     return error(Code::kInvalidArgument,
                  report.why.message() +
@@ -674,15 +673,16 @@ Status Root::handleReport(const Round::Report& report) {
                           ? ": each rank needs a certificate by an authority that the others trust"
                           : ": MYCOLL_SECRET_FILE must be the same everywhere"));
   }
+  const bool isRefused = report.loss == LossReason::kNotListening;
   hasChanged_ = isRoundUrgent_ = true;
   lastChange_ = Clock::now();
   nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
-  if (report.kind == Kind::kUnreachable) {
+  if (report.loss == LossReason::kUnreachable) {
     const std::chrono::seconds patience(engine_.mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] || report.kind == Kind::kEnded || !store_ ||
-             (report.kind == Kind::kNotListening && !isAlive(address) &&
+  } else if (joined_[report.rank] || !store_ || (!isRefused && report.loss != LossReason::kLeft) ||
+             (isRefused && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     // Without a store it cannot come again.
     candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
@@ -848,7 +848,8 @@ Status Member::checkKnownPeers() {
       const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
                                 lost.loss.describe() + " (seen by rank " +
                                 std::to_string(options_.rank) + ")";
-      return this->lost({rank, Round::Report::kEnded, Status(Code::kNetwork, words)}, peer);
+      return this->lost(
+          {rank, Round::Report::kLost, Status(Code::kNetwork, words), lost.loss.reason}, peer);
     }
   }
   return Status();

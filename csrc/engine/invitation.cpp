@@ -166,7 +166,6 @@ std::string Invitation::failure() {
 
 void Invitation::fail(bool isRefused, const std::string& why) {
   if (failure_.empty()) failure_ = why;
-  hasFailed_.store(true, std::memory_order_release);
   if (!isRefused || !mailbox_.isPresent(kReceiver)) return;
   mailbox_.setAbsent(kReceiver, Status(Code::kPeerLost, "it is in no group"), false);
   if (refused_) refused_();

@@ -9,7 +9,6 @@
 // Lifetime: both hold the engine's mesh.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -111,7 +110,7 @@ class Invitation final : public EventHandler {
   void send(const InvitationMessage& message);
 
   // Whether the process has no such reception any more, or cannot be reached.
-  bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+  bool hasFailed() { return !failure().empty(); }
   // Why, after "rank 3 (node1:4712) "; empty if it has not failed.
   std::string failure();
   // Whether it has been passed to the link, or never will be.
@@ -124,7 +123,6 @@ class Invitation final : public EventHandler {
 
   Mailbox mailbox_;
   const std::function<void()> refused_;
-  std::atomic<bool> hasFailed_{false};
   std::string failure_ GUARDED_BY(ioRole);
 };
 

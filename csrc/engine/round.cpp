@@ -16,6 +16,7 @@ std::string encode(const Round::Report& report) {
   std::string payload;
   append(&payload, report.rank);
   append(&payload, report.kind);
+  append(&payload, report.loss);
   return payload + encode(report.why, kMaxControlBytes - payload.size());
 }
 
@@ -23,18 +24,9 @@ bool decode(const std::string& payload, int ranks, Round::Report* report) {
   Reader reader(payload);
   report->rank = reader.value<int>();
   report->kind = reader.value<Round::Report::Kind>();
+  report->loss = reader.value<LossReason>();
   return decodeFailure(reader.rest(), &report->why) && report->rank >= 0 && report->rank < ranks &&
-         report->kind <= Round::Report::kUnauthenticated;
-}
-
-Round::Report::Kind kindOf(LossReason reason) {
-  switch (reason) {
-    case LossReason::kNotListening: return Round::Report::kNotListening;
-    case LossReason::kUnreachable: return Round::Report::kUnreachable;
-    case LossReason::kUnauthenticated: return Round::Report::kUnauthenticated;
-    case LossReason::kLeft: return Round::Report::kNoReception;
-    default: return Round::Report::kEnded;
-  }
+         report->kind <= Round::Report::kLost;
 }
 
 }  // namespace
@@ -98,7 +90,7 @@ Status Round::inviteChildren() {
   for (const int child : children_) {
     const Roster::Member& member = roster_.members[child];
     const auto refused = [this, child]() REQUIRES(ioRole) {
-      onLost(child, Report::kNoReception, "is in no group");
+      onLost(child, LossReason::kLeft, "is in no group");
     };
     MYCOLL_RETURN_IF_ERROR(
         Invitation::send(mesh_, {roster_.peers[child], member.nonce, member.isPublished}, message_,
@@ -186,7 +178,7 @@ void Round::handle(const Event& event) {
   if (!lost) return;
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (rank == mailbox_.rank() || !mailbox_.isOf(rank, lost->uid)) continue;
-    onLost(rank, kindOf(lost->loss.reason), lost->loss.describe());
+    onLost(rank, lost->loss.reason, lost->loss.describe());
   }
 }
 
@@ -198,12 +190,12 @@ void Round::onLeft(int rank) {
 
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
 // children.
-void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
+void Round::onLost(int rank, LossReason reason, const std::string& why) {
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
   const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
                             std::to_string(mailbox_.rank()) + ")";
-  const Report loss{rank, kind, Status(Code::kNetwork, words)};
+  const Report loss{rank, Report::kLost, Status(Code::kNetwork, words), reason};
   if (rank == parent_) {
     state_.parent = Parent::kLost;
     state_.parentLoss = loss;

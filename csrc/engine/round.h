@@ -28,6 +28,7 @@
 #include "engine/invitation.h"
 #include "engine/roster.h"
 #include "transport/event.h"
+#include "transport/loss.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
@@ -37,17 +38,15 @@ class Round final : public EventHandler {
   // Information about a rank that reaches rank 0.
   struct Report {
     enum Kind : uint32_t {
-      kGaveUp,       // why: in its own words
-      kLate,         // its deadline has expired; why: after how many milliseconds
-      kEnded,        // its process has ended
-      kNoReception,  // its process has no such reception: the handle is of an earlier time
-      kNotListening,
-      kUnreachable,
-      kUnauthenticated,
+      kGaveUp,  // why: in its own words
+      kLate,    // its deadline has expired; why: after how many milliseconds
+      kLost,    // loss: in which way. kLeft: its process has no such reception (any more), as the
+                // handle is of an earlier time
     };
     int rank = -1;
     Kind kind = kGaveUp;
     Status why;
+    LossReason loss = LossReason::kNone;
   };
 
   // Joins the round of this roster, and invites the children with the message. wakeup: notified
@@ -101,7 +100,7 @@ class Round final : public EventHandler {
   void onJoined(int child, const std::string& payload) REQUIRES(ioRole);
   void onAbort(int source, const std::string& payload) REQUIRES(ioRole);
   void onLeft(int rank) REQUIRES(ioRole);
-  void onLost(int rank, Report::Kind kind, const std::string& why) REQUIRES(ioRole);
+  void onLost(int rank, LossReason loss, const std::string& why) REQUIRES(ioRole);
   void pass(const Report& report) REQUIRES(ioRole);
   void join() REQUIRES(ioRole);
   void sendUp(bool isWhole) REQUIRES(ioRole);

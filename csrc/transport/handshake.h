@@ -48,7 +48,7 @@ namespace mycoll {
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
-constexpr uint32_t kProtocolVersion = 10;
+constexpr uint32_t kProtocolVersion = 11;
 
 // How a handshake, or an attempt to connect, ends.
 enum class Outcome : uint32_t {

@@ -46,9 +46,8 @@ class FrameReceiver {
 
   // See LinkReceiver.
   bool maybeReadable() const REQUIRES(ioRole);
-  // The next reads ask the kernel, without waiting for an event.
   void lookAgain() REQUIRES(ioRole) {
-    for (Lane& lane : lanes_) lane.link->onEvent(false);
+    for (Lane& lane : lanes_) lane.link->lookAgain();
   }
   // Returns false if the descriptor belongs to another object.
   bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);

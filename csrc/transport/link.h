@@ -46,8 +46,9 @@ class LinkReceiver {
   virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;
-  // The descriptor became readable, or its other end was closed. May be called without an event:
-  // the next read() then asks the kernel.
+  // The next read() asks the kernel, without waiting for an event.
+  virtual void lookAgain() {}
+  // The descriptor became readable, or its other end was closed.
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;

@@ -200,9 +200,7 @@ bool Mesh::lookAndMove(bool* inHost, bool polls) {
   // hang-ups.
   const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
   if (asksEach) {
-    for (auto& connection : connections_) {
-      if (!connection->isShm()) connection->receiver().lookAgain();
-    }
+    for (auto& connection : connections_) connection->receiver().lookAgain();
   }
   const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
   const bool shakesHands = local_.dialing > 0 || acceptor_.isBusy();

@@ -60,6 +60,7 @@ class SlowReader final : public LinkTap {
       return link_->read(data, bytes, streaming);
     }
     bool maybeReadable() const override { return true; }
+    void lookAgain() override { link_->lookAgain(); }
     void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }

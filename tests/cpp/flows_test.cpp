@@ -88,6 +88,7 @@ class Links final : public LinkTap {
       return static_cast<ssize_t>(taken);
     }
     bool maybeReadable() const override { return !kept_.empty() || link_->maybeReadable(); }
+    void lookAgain() override { link_->lookAgain(); }
     void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }

@@ -76,6 +76,7 @@ class Gate final : public LinkTap {
       gate_.isShut &= !isClosed;
       link_->onEvent(isClosed);
     }
+    void lookAgain() override { link_->lookAgain(); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
 

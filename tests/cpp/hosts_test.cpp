@@ -171,6 +171,7 @@ class LongWay final : public LinkTap {
       return static_cast<ssize_t>(taken);
     }
     bool maybeReadable() const override { return true; }
+    void lookAgain() override { link_->lookAgain(); }
     void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
@@ -185,7 +186,7 @@ class LongWay final : public LinkTap {
     void takeIn() {
       char buffer[64 * 1024];
       while (end_ == 0) {
-        link_->onEvent(false);
+        link_->lookAgain();
         const ssize_t got = link_->read(buffer, sizeof(buffer), false);
         if (got < 0) end_ = got, error_ = errno;
         if (got <= 0) return;

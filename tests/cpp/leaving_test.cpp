@@ -239,6 +239,7 @@ class Late final : public LinkTap {
     }
     bool maybeReadable() const override { return late_.isHere && link_->maybeReadable(); }
     void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void lookAgain() override { link_->lookAgain(); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
 

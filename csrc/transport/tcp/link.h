@@ -37,6 +37,7 @@ class TcpReceiver final : public LinkReceiver {
   explicit TcpReceiver(Socket socket) : socket_(std::move(socket)) {}
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override { return readable_ || begin_ != end_; }
+  void lookAgain() override { readable_ = true; }
   void onEvent(bool isClosed) override {
     readable_ = true;
     closed_ |= isClosed;
@@ -49,8 +50,7 @@ class TcpReceiver final : public LinkReceiver {
   ssize_t receive(void* data, size_t bytes);
 
   Socket socket_;
-  // Set by the edge-triggered poll (or a call without an event), cleared by a read that left
-  // nothing behind.
+  // Set by the edge-triggered poll (or lookAgain), cleared by a read that left nothing behind.
   bool readable_ = true;
   bool closed_ = false;  // unread bytes are followed by the end of the stream
   // Receives headers and short payloads: one system call reads several of them, and the header that

@@ -169,6 +169,7 @@ class TlsReceiver final : public LinkReceiver {
       : socket_(std::move(socket)), tls_(std::move(tls)) {}
   ssize_t read(void* data, size_t bytes, bool) override { return tls_->read(data, bytes); }
   bool maybeReadable() const override { return tls_->maybeReadable(); }
+  void lookAgain() override { tls_->onEvent(false); }
   void onEvent(bool isClosed) override { tls_->onEvent(isClosed); }
   void setAsleep(bool) override {}
   int fd() const override { return socket_->get(); }

@@ -1,4 +1,4 @@
-// What backend/python.h declares.
+// Defines the functions that backend/python.h declares.
 #include "backend/python.h"
 
 #include <Python.h>

@@ -65,6 +65,10 @@ bool isFirstFormation() {
 
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
+// By this key rank 0 confirms to the rank that has published the nonce that its last handle is of
+// this group. A rank on another host cannot see whether it is of an earlier one.
+std::string noticeTo(const std::string& nonce) { return "failed/" + nonce; }
+
 // By this key a rank confirms that it has read rank 0's last handle.
 std::string receiptOf(int rank, const Handle& last) {
   return "read/" + last.nonce + "/" + std::to_string(rank);
@@ -103,6 +107,8 @@ class Forming {
   Status openReception(const std::string& nonce);
   Status publish();
   Handle giveUp(const Status& why) { return publishLast(*store_, mine_, why); }
+  // This rank's error as the other ranks receive it.
+  Status forOthers(const Status& why) const;
   Status checkPredecessor(const Handle& there);
   // Not ok: another process with this rank has received the conflict, and has given up.
   Status checkRival();
@@ -338,6 +344,12 @@ Status Forming::hasGivenUp(const Handle& handle) const {
                    ") has given up: " + sanitized(handle.why));
 }
 
+Status Forming::forOthers(const Status& why) const {
+  if (why.code() != Code::kInterrupted) return why;
+  return error(Code::kAborted, "rank " + std::to_string(options_.rank) + " (" +
+                                   mine_.address.describe() + ") was interrupted by a signal");
+}
+
 Status Forming::isLost(int rank, const std::string& why) const {
   return error(Code::kPeerLost,
                "the group cannot be made with rank " + std::to_string(rank) + ": " + why);
@@ -434,7 +446,7 @@ class Root final : public Forming {
 
   void notifyMissing(const Status& why);
   Status awaitReaders(const Handle& last);
-  bool isToRead(int rank, const Handle& last, Deadline arrival);
+  bool isToRead(int rank, const Handle& last, Deadline arrival, std::string* notified);
   Status check();
   Status lookAtStore();
   Status lookAt(int rank, bool* found);
@@ -488,12 +500,13 @@ Status Root::awaitAll() {
 }
 
 bool Root::reportFailure(Status* why) {
-  if (round_ && !round_->fail(*why)) return false;
+  const Status text = forOthers(*why);
+  if (round_ && !round_->fail(text)) return false;
   if (!usesStore()) {
-    notifyMissing(*why);
+    notifyMissing(text);
     return true;
   }
-  const Handle last = giveUp(*why);
+  const Handle last = giveUp(text);
   if (why->code() == Code::kTimeout || why->code() == Code::kInterrupted) return true;
   if (Status other = awaitReaders(last); !other.ok()) *why = std::move(other);
   return true;
@@ -505,27 +518,31 @@ Status Root::awaitReaders(const Handle& last) {
   const Deadline arrival = Deadline::after(kArrival);
   const Deadline end = Deadline::after(kLongestPoll + kForward);
   if (round_) joined_ = round_->state().joined;
-  std::vector<int> ranks;
+  std::map<int, std::string> readers;  // by rank: the nonce by which it has been notified
   for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (!round_ || !joined_[rank]) ranks.push_back(rank);
+    if (!round_ || !joined_[rank]) readers.emplace(rank, "");
   }
   for (;;) {
-    const auto isDone = [&](int rank) { return !isToRead(rank, last, arrival); };
-    ranks.erase(std::remove_if(ranks.begin(), ranks.end(), isDone), ranks.end());
-    if (ranks.empty() || end.expired()) return Status();
+    for (auto it = readers.begin(); it != readers.end();) {
+      it = isToRead(it->first, last, arrival, &it->second) ? std::next(it) : readers.erase(it);
+    }
+    if (readers.empty() || end.expired()) return Status();
     if (isInterrupted()) return interrupted();
     std::this_thread::sleep_for(kTick);
   }
 }
 
 // Whether the rank waits, or may begin to wait, and has not read this rank's last handle.
-bool Root::isToRead(int rank, const Handle& last, Deadline arrival) {
+bool Root::isToRead(int rank, const Handle& last, Deadline arrival, std::string* notified) {
   bool isThere = false, hasRead = false;
   Handle handle;
   std::string receipt;
   if (!read(rank, &isThere, &handle).ok()) return false;
   if (!isThere) return !arrival.expired();
   if (!handle.why.empty() || isDead(handle.address)) return false;
+  if (std::exchange(*notified, handle.nonce) != handle.nonce) {
+    (void)store_->set(noticeTo(handle.nonce), "1");
+  }
   return store_->tryGet(receiptOf(rank, last), &hasRead, &receipt).ok() && !hasRead;
 }
 
@@ -781,7 +798,7 @@ class Member final : public Forming {
   Clock::time_point lostParent_, lostKnownPeer_;
   Deadline nextForward_;
   bool hasReportedLate_ = false;
-  bool isKnownToAll_ = false;  // the failure
+  bool isKnownToAll_ = false;  // the failure, or rank 0 cannot be reached
   std::unique_ptr<Invitation> probe_;
 };
 
@@ -802,13 +819,14 @@ Status Member::awaitAll() {
 }
 
 bool Member::reportFailure(Status* why) {
-  if (isKnownToAll_) return true;
-  if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, *why});
+  const Status text = forOthers(*why);
+  if (round_ && !isKnownToAll_) round_->report({round_->rank(), Round::Report::kGaveUp, text});
   const Code code = why->code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (!round_ || !sentError().ok())) giveUp(*why);
-  return true;
+  if (usesStore() && isLasting && !isKnownToAll_ && (!round_ || !sentError().ok())) giveUp(text);
+  // This rank leaves the round, so that it will not pass on what rank 0 sends to its subtree.
+  return !round_ || round_->fail(text);
 }
 
 Status Member::check() {
@@ -922,10 +940,8 @@ Status Member::attendRound() {
     // If the parent has left, rank 0 begins another round, or writes its error to the store.
     if (Clock::now() - lostParent_ >= grace && !(hasLeft && store_)) {
       const PeerAddress& address = round_->roster().peers[parent];
-      const Status why = hasLeft ? ended(parent, address) : lost(state.parentLoss, address);
-      round_->fail(why);
       isKnownToAll_ = true;
-      return why;
+      return hasLeft ? ended(parent, address) : lost(state.parentLoss, address);
     }
   }
   if (nextForward_.isNever() || nextForward_.expired()) {
@@ -944,8 +960,14 @@ Status Member::lookAtStore() {
   MYCOLL_RETURN_IF_ERROR(read(0, &found, &zero));
   if (!std::exchange(hasLooked_, true)) firstNonce_ = zero.nonce;
   if (!found) return Status();
-  const bool isOfNow = zero.nonce != firstNonce_ || this->isOfNow(zero.address);
+  const PeerList& peers = round_ ? round_->roster().peers : known_.peers;
+  const bool isKnown = !peers.empty() && peers[0].uid == zero.address.uid;
+  bool isOfNow = isKnown || zero.nonce != firstNonce_ || this->isOfNow(zero.address);
   if (!zero.why.empty()) {
+    std::string notice;
+    if (!isOfNow) {
+      MYCOLL_RETURN_IF_ERROR(store_->tryGet(noticeTo(mine_.nonce), &isOfNow, &notice));
+    }
     isKnownToAll_ = isOfNow;
     if (isOfNow) (void)store_->set(receiptOf(options_.rank, zero), "1");
     return isOfNow ? hasGivenUp(zero) : Status();

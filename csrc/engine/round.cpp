@@ -71,7 +71,8 @@ Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank
   Round& round = **result;
   // The invitations come first: a connection to a child is authenticated by the oldest group that
   // it is in, and the child does not know this round yet.
-  if (isToJoin) MYCOLL_RETURN_IF_ERROR(round.inviteChildren());
+  if (!isToJoin) round.children_.clear();
+  MYCOLL_RETURN_IF_ERROR(round.inviteChildren());
   round.mailbox_.open();
   if (isToJoin) {
     IoLock lock(round.mailbox_.ioMutex());

@@ -47,7 +47,7 @@ class LinkReceiver {
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;
   // The next read() asks the kernel, without waiting for an event.
-  virtual void lookAgain() {}
+  virtual void lookAgain() = 0;
   // The descriptor became readable, or its other end was closed.
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;

@@ -161,6 +161,11 @@ class Puppet {
     round.reset();
     ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, *message_, roster, news, &round));
   }
+  // As rank 0.
+  void begin(const Roster& roster) {
+    InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
+    ASSERT_OK(Round::open(engine_->mesh(), "test", 0, std::move(message), roster, news, &round));
+  }
   // Until the round has failed.
   Status failure() {
     drive([this] { return !round->state().failure.ok(); });
@@ -662,6 +667,103 @@ TEST(Formation, ranksToBeInvitedReadWhyRankZeroFailed) {
     if (rank == 0) isClosed = true;
   });
   for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
+}
+
+// Rank 0's last handle, as a rank reads it that cannot see rank 0's process.
+class StoreElsewhere final : public Store {
+ public:
+  explicit StoreElsewhere(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  Status set(const std::string& key, const std::string& value) override {
+    return store_->set(key, value);
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    MYCOLL_RETURN_IF_ERROR(store_->tryGet(key, found, value));
+    if (!*found || key != keyOf(0)) return Status();
+    Handle handle;
+    MYCOLL_RETURN_IF_ERROR(Handle::decode(*value, &handle));
+    handle.address.pidSpace = "elsewhere";
+    *value = handle.encode();
+    return Status();
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+};
+
+// A rank on another host comes just after rank 0 has failed, and cannot see that rank 0's process
+// still runs.
+TEST(Formation, rankZeroNotifiesRanksThatCannotSeeIt) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet puppet(2, 3, store);
+  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
+  puppet.openReception();
+  puppet.publish();
+  std::vector<Status> found(2);
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      found[0] = formAs(optionsOf(0, 3), store);
+      return;
+    }
+    while (handleIn(*store, 0).why.empty()) std::this_thread::sleep_for(milliseconds(1));
+    found[1] = formAs(optionsOf(1, 3), std::make_shared<StoreElsewhere>(store), " elsewhere");
+  });
+  for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
+}
+
+// As above, and rank 0 had begun a round, but did not wait until the other rank had joined it.
+TEST(Formation, aRoundMakesRankZeroKnown) {
+  const auto store = std::make_shared<MemoryStore>();
+  Status found;
+  std::atomic<bool> isOver{false};
+  Threads(2, [&](int rank) {
+    if (rank == 1) {
+      found = formAs(optionsOf(1, 2), store);
+      isOver = true;
+      return;
+    }
+    Puppet zero(0, 2, store, " elsewhere");
+    zero.handle.address.pidSpace = "elsewhere";
+    while (handleIn(*store, 1).nonce.empty()) std::this_thread::sleep_for(milliseconds(1));
+    const Handle member = handleIn(*store, 1);
+    Roster roster;
+    roster.round = 1;
+    ASSERT_OK(Handle::freshNonce(&roster.number));
+    roster.members = {{zero.handle.nonce, true}, {member.nonce, true}};
+    roster.peers = {zero.handle.address, member.address};
+    zero.begin(roster);
+    zero.round.reset();
+    zero.handle.why = "no descriptors";
+    zero.publish();
+    zero.drive([&] { return isOver.load(); });
+  });
+  EXPECT(says(found, "has given up: no descriptors"));
+}
+
+// A rank with children gives up while another rank is missing. Its process lives on.
+TEST(Formation, theSubtreeOfARankThatGivesUpIsNotified) {
+  const auto store = std::make_shared<MemoryStore>();
+  const std::vector<std::shared_ptr<Engine>> engines = {engineOn(""), engineOn(" elsewhere")};
+  std::atomic<bool> hasJoined{false};
+  std::vector<Status> found(2);
+  Threads(3, [&](int rank) {
+    if (rank < 2) {
+      GroupOptions options = optionsOf(rank, 4);
+      if (rank == 1) options.interrupted = [&] { return hasJoined.load(); };
+      std::shared_ptr<Communicator> group;
+      found[rank] = Communicator::create(options, store, engines[rank], &group);
+      return;
+    }
+    Puppet child(2, 4, store, " elsewhere");
+    do {
+      child.join(child.beInvited());
+    } while (child.round->parent() != 1);
+    hasJoined = true;
+    EXPECT(says(child.failure(), "rank 1 ("));
+    EXPECT(says(child.failure(), "was interrupted by a signal"));
+  });
+  EXPECT_EQ(found[1].code(), Code::kInterrupted);
+  EXPECT_EQ(found[0].code(), Code::kAborted);
+  EXPECT(says(found[0], "rank 1 ("));
 }
 
 // A signal that arrives while rank 0 waits until the others have read its error.

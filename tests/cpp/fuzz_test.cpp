@@ -100,6 +100,7 @@ class Liar final : public LinkReceiver {
     return static_cast<ssize_t>(taken);
   }
   bool maybeReadable() const override { return at_ < bytes_.size(); }
+  void lookAgain() override { link_->lookAgain(); }
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }

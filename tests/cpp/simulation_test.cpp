@@ -127,6 +127,7 @@ class Receiver final : public LinkReceiver {
     return link_->read(data, static_cast<size_t>(allowed), streaming);
   }
   bool maybeReadable() const override { return isBroken_ || link_->maybeReadable(); }
+  void lookAgain() override { link_->lookAgain(); }
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }

@@ -93,6 +93,7 @@ class ShmReceiver final : public LinkReceiver {
               DistanceChoice distance);
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override;
+  void lookAgain() override {}  // maybeReadable() looks at the ring
   void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_->get(); }

@@ -279,7 +279,8 @@ void CallbackOrder::advance(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
 }
 
 void CallbackOrder::beginIfInside(const EntryPtr& entry) {
-  if (running(root_ ? root_.get() : this) == nullptr) return;
+  const Running* const inside = running(root_ ? root_.get() : this);
+  if (inside == nullptr || inside->beneath.get() == this) return;
   MutexLock lock(mutex_);
   while (isBeginning_) changed_.wait(lock.native());
   const auto end = std::find(entries_.begin(), entries_.end(), entry);

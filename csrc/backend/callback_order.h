@@ -9,8 +9,9 @@
 //
 //   - The place of a callback is where it is added to its future. Callbacks run one after another.
 //   - The place of a collective is where it is called. It begins when the callbacks added before
-//     have run: a synchronous one waits in its caller; an asynchronous one is held, and begun by
-//     the thread that ran the last of these callbacks. Callbacks added later run later.
+//     have run: a synchronous one waits in its caller, and so does one whose inputs are copied
+//     first; an asynchronous one is held, and begun by the thread that ran the last of these
+//     callbacks. Callbacks added later run later.
 //   - A callback is a program, too. The collectives that it calls, and the callbacks that it adds
 //     to their futures, have an order of their own, beneath it. All of these come before what
 //     comes after the callback.
@@ -18,7 +19,8 @@
 // So a callback may wait for everything that was called before it was added: by Work.wait(), by the
 // future, or by polling. The operation has begun; and a future is complete when its operation is
 // done, whatever other callbacks still do (only its own callbacks wait for their place). A callback
-// that queries the Work of a held collective begins it, with all that is held before it.
+// that queries the Work of a collective that was held outside of it begins that collective, with
+// all that is held before it.
 //
 // The order includes only futures that Python asks for: the callbacks of torch's C++ (DDP's own)
 // begin nothing. torch does not report when a callback is added or a future is waited for, so two
@@ -86,8 +88,9 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Calls `begin` when its place is reached. If nothing is before it, that is immediately, and
   // returns null. `begin` must not throw.
   EntryPtr hold(std::function<void()> begin);
-  // Begins a held collective immediately, with those before it, if this thread runs a callback of
-  // the group: the callback waits for it.
+  // Begins a held collective immediately, with those before it, if it is held behind the callback
+  // of the group that this thread runs: the callback waits for it. One that the callback itself has
+  // called waits for other callbacks only.
   void beginIfInside(const EntryPtr& entry);
   // Waits until a held collective has begun. isInterrupted may be null.
   Outcome await(const EntryPtr& entry, Deadline deadline, bool (*isInterrupted)());

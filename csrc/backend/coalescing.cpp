@@ -4,36 +4,32 @@
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
-namespace {
 
-// An address that no other living thread has.
-const void* thisThread() {
-  static thread_local char token;
-  return &token;
+// By their callbacks_, as the address of a backend may be used again.
+MycollBackend::Blocks& MycollBackend::blocksOfThread() {
+  static thread_local Blocks blocks;
+  return blocks;
 }
 
-}  // namespace
-
-bool MycollBackend::isCoalescing() const {
-  const void* owner = coalescingThread_.load(std::memory_order_relaxed);
-  return owner != nullptr && owner == thisThread();
+MycollBackend::Block* MycollBackend::openBlock() const {
+  if (openBlocks_.load(std::memory_order_relaxed) == 0) return nullptr;
+  const auto found = blocksOfThread().find(callbacks_);
+  return found == blocksOfThread().end() ? nullptr : &found->second;
 }
 
 void MycollBackend::startCoalescing() {
-  const UserCall caller = enter("_coalescing_manager");
+  enter("_coalescing_manager");
   dropCoalescing();  // left over if an exception ended a block that torch's manager did not open
-  const void* none = nullptr;
-  if (!coalescingThread_.compare_exchange_strong(none, thisThread())) {
-    refuse(caller, "another thread is coalescing operations of this group");
-  }
-  block_.generation = generations_.pinned();
+  blocksOfThread()[callbacks_].generation = generations_.pinned();
+  openBlocks_.fetch_add(1, std::memory_order_relaxed);
 }
 
 MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   const UserCall caller = enter("_coalescing_manager");
-  if (!isCoalescing()) refuse(caller, "nothing was started that could end here");
-  Block block = std::exchange(block_, {});
-  coalescingThread_.store(nullptr, std::memory_order_release);
+  Block* const open = openBlock();
+  if (open == nullptr) refuse(caller, "nothing was started that could end here");
+  Block block = std::move(*open);
+  dropCoalescing();
   for (Coalesced& each : block.messages) {
     each.request.given = each.inputs;
     block.works.push_back(launchNow(each.request, each.outputs));
@@ -57,9 +53,9 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
 
 // Collectives on the CPU have been submitted already, and continue: every rank must take part.
 void MycollBackend::dropCoalescing() {
-  if (!isCoalescing()) return;
-  block_ = {};
-  coalescingThread_.store(nullptr, std::memory_order_release);
+  if (openBlock() == nullptr) return;
+  blocksOfThread().erase(callbacks_);
+  openBlocks_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace mycoll

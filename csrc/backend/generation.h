@@ -16,6 +16,7 @@
 namespace mycoll {
 
 class DeviceSupport;
+class MycollBackend;
 
 struct Generation {
   std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
@@ -36,6 +37,7 @@ struct Generation {
 
 struct UserCall : CallerInfo {
   Generation generation;
+  const MycollBackend* backend = nullptr;
 
   // Throws if the group has no ranks.
   const std::shared_ptr<Communicator>& communicator() const;

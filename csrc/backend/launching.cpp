@@ -69,9 +69,12 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
   return launch(request, outputs);
 }
 
-void MycollBackend::awaitCallbacks(const Request& request, CallbackOrder& order) const {
+void MycollBackend::awaitCallbacks(const Request& request) const {
+  if (callbacks_->isIdle() || request.isMessage()) [[likely]]
+    return;
   const Milliseconds timeout = timeoutOf(request);
-  throwUnlessIdle(order.pass(Deadline::after(timeout), isInterruptPending), describe(request),
+  const CallbackOrder::Ptr order = CallbackOrder::here(callbacks_);
+  throwUnlessIdle(order->pass(Deadline::after(timeout), isInterruptPending), describe(request),
                   timeout);
 }
 
@@ -108,18 +111,17 @@ MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::Tens
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   request.place = callSiteOfCall();
   if (request.isMessage()) {
-    if (isCoalescing()) {
+    if (Block* const block = openBlock()) {
       request.async = true;  // the block's Work waits for it
       Tensors inputs = request.isProfiled ? request.given.vec() : Tensors();
-      block_.messages.push_back({std::move(request), std::move(inputs), outputs.vec()});
+      block->messages.push_back({std::move(request), std::move(inputs), outputs.vec()});
       return nullptr;
     }
+  } else if (!request.async) {
+    awaitCallbacks(request);
   } else if (!callbacks_->isIdle()) [[unlikely]] {
     const CallbackOrder::Ptr order = CallbackOrder::here(callbacks_);
-    if (order->isBlocked()) {
-      if (request.async) return hold(request, outputs, *order);
-      awaitCallbacks(request, *order);
-    }
+    if (order->isBlocked()) return hold(request, outputs, *order);
   }
   return launchNow(request, outputs);
 }
@@ -156,14 +158,14 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     refuse(request.caller, "there are tensors on ", request.device, ", but ", whyNoDevices());
   }
   // The operation is not held: whatever the program enqueues on its stream next must come after it.
-  CallbackOrder::Ptr order = request.isMessage() ? nullptr : CallbackOrder::here(callbacks_);
-  if (order && order->isBlocked()) awaitCallbacks(request, *order);
-  if (isCoalescing()) {
-    block_.onDevice.push_back({std::move(request), {}, outputs.vec()});
+  awaitCallbacks(request);
+  if (Block* const block = openBlock()) {
+    block->onDevice.push_back({std::move(request), {}, outputs.vec()});
     return nullptr;
   }
   const std::shared_ptr<void> extension = std::move(request.extension);
-  DeviceSupport::Extras extras = deviceExtras(std::move(order));
+  DeviceSupport::Extras extras =
+      deviceExtras(request.isMessage() ? nullptr : CallbackOrder::here(callbacks_));
   const bool isHooked = extras.wantsWork;
   extras.wantsWork |= extension != nullptr;
   const WorkPtr work = device->launch(request, outputs, std::move(extras));
@@ -213,7 +215,7 @@ c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::Ten
                                               std::move(extras));
   work->start();
   if (isHooked) hook_->runAfter(work);
-  if (request.async && isCoalescing()) block_.works.push_back(work);
+  if (Block* const block = request.async ? openBlock() : nullptr) block->works.push_back(work);
   return work;
 }
 

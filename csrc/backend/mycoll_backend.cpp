@@ -355,7 +355,8 @@ MycollBackend::WorkPtr MycollBackend::reconfigure(const c10d::ReconfigureOptions
 UserCall MycollBackend::enter(const char* function) const {
   stayIfExiting();
   owner_.check(groupName_, function);
-  return isCoalescing() ? callOf(function, block_.generation) : callOf(function);
+  const Block* const block = openBlock();
+  return block ? callOf(function, block->generation) : callOf(function);
 }
 
 }  // namespace mycoll

@@ -234,6 +234,9 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 
+  // Waits until the callbacks of earlier futures have run: see CallbackOrder.
+  void awaitCallbacks(const Request& request) const;
+
  private:
   friend class MycollWindow;
 
@@ -243,7 +246,7 @@ class MycollBackend final : public c10d::Backend {
   UserCall callOf(const char* function) const { return callOf(function, generations_.pinned()); }
   UserCall callOf(const char* function, Generation generation) const {
     const int rank = generation.rank, ranks = generation.ranks;
-    return {{function, rank, ranks, &groupName_}, std::move(generation)};
+    return {{function, rank, ranks, &groupName_}, std::move(generation), this};
   }
   bool isForked() const { return !owner_.isHere(); }
 
@@ -267,8 +270,6 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr launchNow(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops);
-  // Waits until the callbacks of earlier futures have run: see CallbackOrder.
-  void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   // For an asynchronous collective: submits it when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, CallbackOrder& order);
   // heldCall: see MycollWork::Extras.
@@ -301,10 +302,8 @@ class MycollBackend final : public c10d::Backend {
   std::atomic<bool> isTimed_{false};
   std::atomic<bool> isDescribed_{false};  // to the record of the group
 
-  bool isCoalescing() const;
-
-  // The thread that is between startCoalescing() and endCoalescing(); only it uses block_.
-  std::atomic<const void*> coalescingThread_{nullptr};
+  // Between startCoalescing() and endCoalescing(). Each thread has its own: callbacks run while the
+  // program's thread is in a block.
   struct Block {
     Generation generation;
     std::vector<WorkPtr> works;
@@ -312,7 +311,11 @@ class MycollBackend final : public c10d::Backend {
     std::vector<Coalesced> messages;
     std::vector<Coalesced> onDevice;
   };
-  Block block_;
+  using Blocks = std::map<std::weak_ptr<CallbackOrder>, Block, std::owner_less<>>;
+  static Blocks& blocksOfThread();
+  // This thread's, or null.
+  Block* openBlock() const;
+  std::atomic<int> openBlocks_{0};  // in all threads
 
   // The groups that were made from a generation.
   struct Children {

@@ -1,4 +1,8 @@
 // broadcast, all_reduce in all its forms but the sparse one, reduce, and the barriers.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "kernels/reduce.h"
@@ -20,15 +24,42 @@ Task fencedBarrier(std::shared_ptr<Condition> fence, CollectiveRunner& runner) {
 constexpr size_t kSmallBytes = 64 << 10;
 constexpr size_t kBucketBytes = 1 << 20;
 
-void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+// isShared: another tensor of the request has some of its memory.
+void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op,
+                  bool isShared = false) {
   Call& call = request.addReduction(OpKind::kAllReduce, tensor, op);
   if (call.isScaled) {
     call.in.push_back(request.input(request.premultiply(tensor, op)));
     call.out.push_back(request.output(tensor));
   } else {
-    call.in.push_back(request.inOut(tensor));
+    call.in.push_back(isShared ? request.separateInOut(tensor) : request.inOut(tensor));
     call.out.push_back(call.in.front());
   }
+}
+
+// Returns which of the tensors share memory with an earlier one by address, so that no two of the
+// others share any.
+std::vector<bool> findShared(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<const char*, size_t>> byAddress;  // and index
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool isPlace = tensors[i].nbytes() > 0 && isPlain(tensors[i]);
+    if (isPlace) byAddress.emplace_back(static_cast<const char*>(tensors[i].const_data_ptr()), i);
+  }
+  std::sort(byAddress.begin(), byAddress.end());
+  std::vector<bool> areShared(tensors.size());
+  const char* end = nullptr;
+  for (const auto& [begin, index] : byAddress) {
+    areShared[index] = begin < end;
+    end = std::max(end, begin + tensors[index].nbytes());
+  }
+  return areShared;
+}
+
+// Returns the tensor, or for an expanded one its part that holds each element once, which it keeps
+// in *part.
+const at::Tensor& narrowed(const at::Tensor& tensor, at::Tensor* part) {
+  if (!tensor.defined() || tensor.is_contiguous()) return tensor;
+  return *part = withoutRepeats(tensor);
 }
 
 void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
@@ -38,6 +69,7 @@ void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
       emptyElements(static_cast<int64_t>(bytes / tensors.front().itemsize()), type);
   Call& call = request.addReduction(OpKind::kAllReduce, bucket, op);  // refuses ops first
   const Span span = writable(bucket);
+  request.awaitCallbacks();
   int64_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
     pack(request.premultiply(tensor, op), span.begin() + offset);
@@ -56,7 +88,8 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
   const UserCall caller = enter("broadcast");
   checkRoot(caller, "src", opts.rootRank);
   const bool isRoot = opts.rootRank == caller.rank;
-  const at::Tensor& tensor = single(caller, "tensor", tensors);
+  at::Tensor part;
+  const at::Tensor& tensor = narrowed(single(caller, "tensor", tensors), &part);
   checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
   Request request(caller, c10d::OpType::BROADCAST, opts);
   const Span span = isRoot ? request.input(tensor) : request.output(tensor);
@@ -75,9 +108,8 @@ MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
     return allreduce_sparse(tensors, opts);
   }
   Request request(caller, c10d::OpType::ALLREDUCE, opts);
-  at::Tensor narrowed;
-  const bool isAsGiven = !given.defined() || given.is_contiguous();
-  const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
+  at::Tensor part;
+  const at::Tensor& tensor = narrowed(given, &part);
   checkOutput(caller, Argument{"tensor"}, tensor);
   addAllReduce(request, tensor, opts.reduceOp);
   return run(request, tensors, tensors);
@@ -95,7 +127,8 @@ void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
 
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const UserCall caller = enter("reduce");
-  const at::Tensor& tensor = single(caller, "tensor", tensors);
+  at::Tensor part;
+  const at::Tensor& tensor = narrowed(single(caller, "tensor", tensors), &part);
   checkRoot(caller, "dst", opts.rootRank);
   const bool isRoot = opts.rootRank == caller.rank;
   checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/isRoot);
@@ -159,6 +192,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
            c10::toString(tensors[0].scalar_type()));
   }
   Request request(caller, c10d::OpType::ALLREDUCE_COALESCED, opts);
+  const std::vector<bool> areShared = findShared(tensors);
   for (size_t i = 0; i < tensors.size();) {
     size_t end = i;
     size_t bytes = 0;
@@ -168,7 +202,8 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
       bytes += tensors[end++].nbytes();
     }
     if (end - i < 2) {
-      addAllReduce(request, tensors[i++], opts.reduceOp);
+      addAllReduce(request, tensors[i], opts.reduceOp, areShared[i]);
+      ++i;
     } else {
       addBucket(request, at::ArrayRef<at::Tensor>(tensors).slice(i, end - i), bytes, opts.reduceOp);
       i = end;

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "backend/layout.h"
+#include "backend/mycoll_backend.h"
 #include "backend/plain_dispatch.h"
 #include "backend/torch_version.h"
 #include "kernels/copy.h"
@@ -94,7 +95,12 @@ at::Tensor Request::emptyPacked(const at::Tensor& tensor) const {
   return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).device(device));
 }
 
+void Request::awaitCallbacks() const {
+  if (caller.backend != nullptr) caller.backend->awaitCallbacks(*this);
+}
+
 at::Tensor Request::pack(const at::Tensor& tensor) const {
+  awaitCallbacks();
   at::Tensor packed = emptyPacked(tensor);
   if (isOnDevice()) {
     const PlainDispatch guard;
@@ -135,8 +141,7 @@ Span Request::inOut(const at::Tensor& tensor) {
   if (isPlain(tensor)) [[likely]] {
     return output(tensor);
   }
-  admit(tensor);
-  return standIn(pack(tensor), tensor);
+  return separateInOut(tensor);
 }
 
 Spans Request::oneByOne(const std::vector<at::Tensor>& tensors, bool areOutputs) {
@@ -152,6 +157,7 @@ Spans Request::spansOf(const std::vector<at::Tensor>& tensors, bool areOutputs) 
   addList(canBeFlat(tensors));
   if (!canBeFlat(tensors) || areAdjacent(tensors)) return oneByOne(tensors, areOutputs);
   Spans spans;
+  if (!areOutputs) awaitCallbacks();
   const PlainDispatch guard;
   const int64_t count = tensors.front().numel();
   const at::Tensor whole = at::empty({count * static_cast<int64_t>(tensors.size())},
@@ -174,6 +180,7 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) [[likely]] {
     return tensor;
   }
+  awaitCallbacks();
   const auto& supplement = static_cast<const PreMulSum&>(*op.supplement_);
   const PlainDispatch guard;
   // Multiplies in the accumulator's type and rounds once, at the end; with a number, torch does so
@@ -223,6 +230,7 @@ void Request::separateInputs(Call& call) {
       mustCopy = !isOwn;
     }
     if (!mustCopy) continue;
+    awaitCallbacks();
     if (isFlat() && isOnDevice()) return copyAll(call);
     at::Tensor separate;
     if (isOnDevice()) {

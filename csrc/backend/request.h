@@ -83,6 +83,10 @@ struct Request {
   Span output(const at::Tensor& tensor);
   // Returns memory for a tensor that is read and then written.
   Span inOut(const at::Tensor& tensor);
+  // The same for a tensor that shares memory with another one of the call.
+  Span separateInOut(const at::Tensor& tensor) {
+    return admit(tensor), standIn(pack(tensor), tensor);
+  }
   // The same for lists whose tensors may have any sizes.
   Spans oneByOne(const std::vector<at::Tensor>& tensors, bool areOutputs);
   // The same for lists with a tensor for each rank, if all ranks know all sizes. On a device, parts
@@ -95,6 +99,10 @@ struct Request {
   // Takes everything that must live until a device has finished the operation: the memory behind
   // the spans, and the targets of the copies back.
   Kept takeKept();
+
+  // To be called before inputs are read, which is earlier than the operation begins: callbacks that
+  // were added before the call may write them.
+  void awaitCallbacks() const;
 
   // Copies the inputs that share memory with an output, except where a call of this kind allows it:
   // an input that is also this rank's own output.

@@ -7,16 +7,19 @@ namespace mycoll {
 namespace {
 
 // Returns the byte sizes of the parts into which all_to_all_single cuts a tensor, along its first
-// dimension.
+// dimension. areRows: false if there are no splits at all. The tensor may then be cut anywhere.
 std::vector<size_t> partBytes(const CallerInfo& caller, const char* tensorName,
                               const char* splitsName, const at::Tensor& tensor,
-                              const std::vector<int64_t>& splits) {
+                              const std::vector<int64_t>& splits, bool areRows) {
   const size_t ranks = static_cast<size_t>(caller.ranks);
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   std::vector<size_t> bytes(ranks);
   if (splits.empty()) {
-    if (tensor.numel() != 0 && (tensor.dim() == 0 || rows % caller.ranks != 0)) {
-      refuse(caller, "without ", splitsName, ", the first dimension of ", tensorName,
+    const bool isEven =
+        areRows ? tensor.dim() > 0 && rows % caller.ranks == 0 : tensor.numel() % caller.ranks == 0;
+    if (tensor.numel() != 0 && !isEven) {
+      refuse(caller, "without ", splitsName, ", the ",
+             areRows ? "first dimension" : "number of elements", " of ", tensorName,
              " must be a multiple of the ", caller.ranks, " ranks, but its shape is ",
              tensor.sizes());
     }
@@ -131,10 +134,11 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
   checkTensor(caller, Argument{"input"}, input);
   checkOutput(caller, Argument{"output"}, output);
   checkSameType(caller, Argument{"output"}, output, Argument{"input"}, input);
+  const bool areRows = !inputSplits.empty() || !outputSplits.empty();
   const std::vector<size_t> inBytes =
-      partBytes(caller, "input", "input_split_sizes", input, inputSplits);
+      partBytes(caller, "input", "input_split_sizes", input, inputSplits, areRows);
   const std::vector<size_t> outBytes =
-      partBytes(caller, "output", "output_split_sizes", output, outputSplits);
+      partBytes(caller, "output", "output_split_sizes", output, outputSplits, areRows);
   const size_t self = static_cast<size_t>(caller.rank);
   if (inBytes[self] != outBytes[self]) {
     refuse(caller,

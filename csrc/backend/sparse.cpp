@@ -142,6 +142,8 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
     refuse(caller, "a sparse tensor may have up to ", kMaxDimensions,
            " dimensions, but its shape is ", tensor.sizes());
   }
+  Request request(caller, c10d::OpType::_ALLREDUCE_SPARSE, opts);
+  request.awaitCallbacks();
   const std::shared_ptr<SparseSum> sum = SparseSum::make();
   {
     const PlainDispatch guard;
@@ -160,7 +162,6 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
   own.count = sum->indices.size(1);
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), own.sizes.begin());
 
-  Request request(caller, c10d::OpType::_ALLREDUCE_SPARSE, opts);
   request.title = "sparse_all_reduce";
   request.composite = [sum](CollectiveRunner& runner) { return gatherAndAdd(runner, sum); };
   return run(request, tensors, tensors);

@@ -17,5 +17,5 @@ verb_soak() {
   [[ $SOAK_RESTARTS != 0 ]] || return 0
   ELASTIC_STEPS="${ELASTIC_STEPS:-1000}" nice "$PYTHON" -m pytest --rootdir "$ROOT" --timeout 0 \
     "$ROOT/tests/test_elastic_walk.py" -k any_walk || die "a walk of an elastic group found something"
-  exec nice "$PYTHON" -m mycoll faults --backend mycoll --only 16 "$@"
+  PYTHONPATH="$ROOT/tests:$PYTHONPATH" exec nice "$PYTHON" -m faults --backend mycoll --only 16 "$@"
 }

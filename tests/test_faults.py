@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from faults import deaths, elastic, lifecycle, strangers
 from faults.harness import Stage
-from mycoll import __main__ as command_line
 from worlds import warm
 
 PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
@@ -36,16 +35,10 @@ def test_an_elastic_group_loses_two_ranks(pool, mycoll_only, transport):
 
 
 @pytest.mark.tools
-def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
+def test_the_program(tmp_path: Path) -> None:
     results = tmp_path / "faults.json"
-    words = f"faults --only 19a --backend mycoll --transport shm --json {results}".split()
-    run = warm.run_module("mycoll", *words)
+    words = f"--only 19a --backend mycoll --transport shm --json {results}".split()
+    run = warm.run_module("faults", *words)
     assert run.returncode == 0, run.stdout + run.stderr
     outcomes = json.loads(results.read_text())["19a"]["mycoll shm"]
     assert [outcome["verdict"] for outcome in outcomes] == ["pass"]
-
-
-def test_the_verb_is_listed_in_a_checkout_only(tmp_path, monkeypatch) -> None:
-    assert "faults" in command_line.known_verbs()
-    monkeypatch.setattr(command_line, "TESTS", tmp_path)
-    assert "faults" not in command_line.known_verbs()

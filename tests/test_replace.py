@@ -831,7 +831,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("MYCOLL_REPLACE", "-m mycoll bench all_reduce --nproc 2 -b 4 -e 4 -n 2 -w 1 --rounds 2"),
         ("MYCOLL_CPU", "-m mycoll bench all_reduce --nproc 2 -b 4 -e 4 -n 2 -w 1 --rounds 2"),
         ("MYCOLL_REPLACE", "benchmarks/objects.py gather --rounds 2"),
-        ("MYCOLL_REPLACE", "-m mycoll faults --only 19a --transport shm --json build/faults-test"),
+        ("MYCOLL_REPLACE", "-m faults --only 19a --transport shm --json build/faults-test"),
     ],
 )
 def test_what_is_compared_is_what_it_is_called(tmp_path: Path, variable: str, words: str) -> None:

@@ -1,7 +1,8 @@
-"""Fills docs/api.md with the signatures and docstrings of the public names.
+"""Fills docs/api.md with the signatures and docstrings of the public names, and writes
+docs/environment.md.
 
 `./dev python docs/site/reference.py` writes what belongs between each `<!-- docstring: NAME -->`
-and the next `<!-- end -->`. With --check it changes nothing: its exit code is 1 if the page is not
+and the next `<!-- end -->`. With --check it changes nothing: its exit code is 1 if a page is not
 up to date. Signatures come from the sources (_C.pyi for compiled names), docstrings from the
 modules.
 """
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/mycoll"
 PAGE = ROOT / "docs/api.md"
+VARIABLES = ROOT / "docs/environment.md"
 MARKED = re.compile(r"(<!-- docstring: (\S+) -->\n).*?(<!-- end -->)", re.S)
 SECTION = re.compile(
     r"^(Args|Attributes|Returns|Raises|Example):?:\n((?:(?:    .*)?(?:\n|\Z))+)", re.M
@@ -176,18 +178,38 @@ def describe(name: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def variables() -> str:
+    """The page about the environment variables."""
+    from mycoll._native import native
+
+    lines = [
+        "# Environment variables",
+        "",
+        "Read when a process makes its first group, and kept. `mycoll env` shows the values in",
+        "force. Written by `docs/site/reference.py` from the table in `csrc/base/env.cpp`.",
+        "",
+        "| Variable | Default | Meaning |",
+        "|---|---|---|",
+    ]
+    for entry in native().environment():
+        default = f"`{entry['default']}`" if entry["default"] else ""
+        lines.append(f"| `{entry['name']}` | {default} | {' '.join(entry['help'].split())} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
-    """Writes the page, or checks it."""
+    """Writes the pages, or checks them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="exit code 1 if the page is not up to date"
+        "--check", action="store_true", help="exit code 1 if a page is not up to date"
     )
     is_check = parser.parse_args().check
     now = PAGE.read_text()
     page = MARKED.sub(lambda each: f"{each[1]}\n{describe(each[2])}\n\n{each[3]}", now)
     if is_check:
-        return page != now
+        return page != now or VARIABLES.read_text() != variables()
     PAGE.write_text(page)
+    VARIABLES.write_text(variables())
     return 0
 
 

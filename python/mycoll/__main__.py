@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from mycoll import _terminal
@@ -18,8 +16,6 @@ from mycoll._terminal import quietly
 from mycoll._version import __version__
 
 Verb = Callable[[list[str]], int]
-
-TESTS = Path(__file__).resolve().parents[2] / "tests"  # of a checkout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,8 +49,8 @@ def run(words: list[str]) -> int:
 
 
 def known_verbs() -> dict[str, tuple[str, Verb]]:
-    """Name, help text and function of each verb that can work in this installation."""
-    verbs: dict[str, tuple[str, Verb]] = {
+    """Name, help text and function of each verb."""
+    return {
         "demo": ("train on two ranks, then time mycoll beside gloo", in_module("demo")),
         "doctor": ("check this machine, and run a self-test", in_module("doctor")),
         "env": ("every MYCOLL_* variable: value, default, meaning", show_environment),
@@ -64,12 +60,8 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
         "explain": ("what an error means, and what to do", in_module("explain")),
         "metrics": ("counters of this host's ranks, for Prometheus", in_module("metrics")),
         "bench": ("time collectives beside gloo and nccl", in_module("bench")),
-        "faults": ("break ranks on purpose, and time how the others notice", run_faults),
         "version": ("versions of mycoll, torch and Python", show_version),
     }
-    if not (TESTS / "faults").is_dir():
-        del verbs["faults"]
-    return verbs
 
 
 def in_module(name: str, **options: Any) -> Verb:
@@ -79,14 +71,6 @@ def in_module(name: str, **options: Any) -> Verb:
         return int(importlib.import_module(f"mycoll.{name}").main(words, **options) or 0)
 
     return call
-
-
-def run_faults(words: list[str]) -> int:
-    """Becomes tests/faults: its scenarios need the suite's worlds, so they are not installed."""
-    sys.stdout.flush()
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    os.execve(sys.executable, [sys.executable, "-m", "faults", *words], environment)
 
 
 def show_version(words: list[str]) -> int:
@@ -118,21 +102,13 @@ def show_environment(words: list[str]) -> int:
         prog="mycoll env",
         description="Every MYCOLL_* variable with its value in this environment, and its meaning.",
     )
-    parser.add_argument("--changed", action="store_true", help="only what differs from the default")
-    parser.add_argument("--markdown", action="store_true", help="as docs/environment.md")
     parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(words)
-    if options.markdown:
-        print(environment_page())
-        return 0
+    as_json = parser.parse_args(words).json
     entries = native().environment()
-    if options.changed:
-        entries = [entry for entry in entries if entry["source"] != "default"]
-    if options.json:
+    if as_json:
         print(json.dumps(entries, indent=2))
-    elif not entries:
-        print("Every variable has its default value; `mycoll env` lists them.")
-    for entry in entries if not options.json else ():
+        return 0
+    for entry in entries:
         line = f"{entry['name']}={entry['value']}"
         if entry["source"] != "default":
             line = _terminal.paint(line, "bold")
@@ -141,27 +117,10 @@ def show_environment(words: list[str]) -> int:
         print(line)
         for text in _terminal.wrapped(entry["help"], 4):
             print(f"    {text}")
-    for name, near in unknown_variables() if options.changed and not options.json else []:
+    for name, near in unknown_variables():
         hint = f"; did you mean {near}?" if near else ""
         print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
     return 0
-
-
-def environment_page() -> str:
-    """docs/environment.md; a test holds the file against this."""
-    lines = [
-        "# Environment variables",
-        "",
-        "Read when a process makes its first group, and kept. `mycoll env` shows the values in",
-        "force. Written by `mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
-        "",
-        "| Variable | Default | Meaning |",
-        "|---|---|---|",
-    ]
-    for entry in native().environment():
-        default = f"`{entry['default']}`" if entry["default"] else ""
-        lines.append(f"| `{entry['name']}` | {default} | {' '.join(entry['help'].split())} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

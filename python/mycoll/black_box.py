@@ -138,13 +138,9 @@ class Group:
         """The oldest collective that is not over."""
         return next((each for each in self.collectives() if not each.is_over), None)
 
-    def open_messages(self) -> list[Operation]:
-        """The messages that are not over."""
-        return [each for each in self.operations if each.is_message and not each.is_over]
-
     def busy_with(self) -> Operation | None:
-        """The collective or the message that the rank is in."""
-        return self.current() or next(iter(self.open_messages()), None)
+        """The collective that the rank is in, or else the message."""
+        return self.current() or next((each for each in self.operations if not each.is_over), None)
 
     def last(self) -> Operation | None:
         """The newest operation."""

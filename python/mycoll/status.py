@@ -12,9 +12,8 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from mycoll import _terminal, _units, black_box, trace
+from mycoll import _terminal, black_box, trace
 from mycoll._terminal import folded, table
 from mycoll._units import show_seconds
 from mycoll.black_box import Group, Process
@@ -33,15 +32,12 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
     parser.add_argument("--job", default="", help="only this job (its beginning is enough)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    every: dict[str, Any] = {"const": 1.0, "default": 1.0 if watch else None, "metavar": "SECONDS"}
-    text = "repeat until Ctrl-C (default: every second)"
-    parser.add_argument("--watch", nargs="?", type=_units.seconds, **every, help=text)
     parsed = parser.parse_args(list(words))
     show = as_json if parsed.json else as_text
     nobody = black_box.NOBODY
     if parsed.pid or parsed.job:
         nobody = "no such mycoll process of this user on this host; `mycoll status` shows all"
-    if parsed.watch is None:
+    if not watch:
         found = black_box.find(parsed.pid, parsed.job)
         print(show(found) or nobody)
         return 0 if found else 1
@@ -51,7 +47,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
-            time.sleep(parsed.watch)
+            time.sleep(1)
     except KeyboardInterrupt:
         return 0
 
@@ -61,14 +57,11 @@ def as_json(processes: list[Process]) -> str:
     rows = []
     for process in processes:
         row = asdict(process)
-        row["groups"] = []
-        for group in process.groups:
+        for group, entry in zip(process.groups, row["groups"], strict=True):
             current = group.current()
-            entry = asdict(group)
             entry["operations"] = entry["operations"][-16:]
             entry["current"] = asdict(current) if current else None
             entry["waits_for_global"] = [group.to_global(r) for r in waits_for(group, processes)]
-            row["groups"].append(entry)
         rows.append(row)
     found = [each for world in black_box.related(processes) for each in findings(world)]
     return json.dumps({"processes": rows, "findings": found}, indent=2)

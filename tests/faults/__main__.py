@@ -1,4 +1,4 @@
-"""The command line of the fault tests: see `mycoll faults --help`."""
+"""The command line of the fault tests: see `./dev faults --help`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def columns(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "mycoll faults", description="Breaks ranks on purpose, and times the others."
+        "./dev faults", description="Breaks ranks on purpose, and times the others."
     )
     parser.add_argument("--backend", default="mycoll,gloo")
     parser.add_argument("--transport", default="shm,tcp")
@@ -106,7 +106,7 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the page with --only, too")
     args = parser.parse_args()
-    keep_names_honest("mycoll faults")
+    keep_names_honest("./dev faults")
     chosen = args.only.split(",") if args.only else list(SCENARIOS)
     kinds = columns(args)
     rows = [Row(number, title(SCENARIOS[number])) for number in chosen]

@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 _INTERFACES = "MYCOLL_SOCKET_IFNAME"
 
-_is_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Puts mycoll in gloo's place, once in a process that has the variable.
 
@@ -39,14 +39,11 @@ def install() -> None:
     So an obstacle is reported when a gloo group is made: an invalid variable as an error, others as
     one warning, and the group is gloo's.
     """
-    global _is_installed
     from torch._C import _distributed_c10d
 
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
-    if _is_installed or real is None:  # torch itself raises an error if a program uses gloo
+    if real is None:  # torch itself raises an error if a program uses gloo
         return
-    _is_installed = True
-
     try:
         module = _usable()
     except Exception as error:
@@ -93,41 +90,41 @@ def _report_later(real: Any, error: Exception) -> None:
 # --- which group torch is making ------------------------------------------------------------------
 
 
-class _Making(threading.local):
-    """The group that this thread is in the middle of making."""
+@dataclass
+class _Making:
+    """A group that a thread is in the middle of making."""
 
-    name = ""
-    ranks: list[int] = []  # noqa: RUF012 - replaced as a whole
-    count = 0  # of backends made for it
+    name: str
+    ranks: list[int]
+    count: int = 0  # of backends made for it
 
 
-_making = _Making()
+_making: ContextVar[_Making | None] = ContextVar("making", default=None)
 
 
 def _wrap_new_process_group_helper(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def new_process_group_helper(*args: Any, **more: Any) -> Any:
         given = signature.bind(*args, **more).arguments
-        before = (_making.name, _making.ranks, _making.count)
         ranks = given["global_ranks_in_group"] or range(given["group_size"])
-        _making.name, _making.ranks, _making.count = str(given["group_name"]), list(ranks), 0
+        before = _making.set(_Making(str(given["group_name"]), list(ranks)))
         try:
             return original(*args, **more)
         finally:
-            _making.name, _making.ranks, _making.count = before
+            _making.reset(before)
 
     return new_process_group_helper
 
 
 def _identity(size: int, options: Any) -> tuple[str, list[int], bool]:
     """The group's name, its members in the job, and whether it is one of the job's groups."""
-    if _making.name and len(_making.ranks) == size:
-        _making.count += 1
+    making = _making.get()
+    if making and making.name and len(making.ranks) == size:
+        making.count += 1
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a second one beside each.
-        suffix = f" (helper {_making.count - 1})" if _making.count > 1 else ""
-        return _making.name + suffix, _making.ranks, True
+        suffix = f" (helper {making.count - 1})" if making.count > 1 else ""
+        return making.name + suffix, making.ranks, True
     ranks = list(options.global_ranks_in_group)
     return options.group_name or "gloo", ranks if len(ranks) == size else [], False
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from mycoll import bench, launch
 from mycoll._units import show_seconds
-from mycoll.bench import main, plot
+from mycoll.bench import main
 from mycoll.bench.compare import compare
-from mycoll.bench.options import parse_options
 from mycoll.bench.plot import draw, undrawable
-from mycoll.bench.report import Recorder, ratio, read_results, table_header, table_line, unwritable
+from mycoll.bench.report import ratio, read_results, table_header, table_line, unwritable
 from mycoll.bench.result import Row, compared, paired_ratio, percentile, unpaired_ratio
-from mycoll.bench.run import DEFAULT_PLOT, print_plot, step
+from mycoll.bench.run import step
 
 
 def example_row(**changes: object) -> Row:
@@ -47,10 +46,8 @@ def example_row(**changes: object) -> Row:
 
 class TestCompare:
     def write(self, path: Path, rows: list[Row]) -> str:
-        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path))
-        for row in rows:
-            recorder.add(row)
-        recorder.close()
+        records = [{"kind": "header", "machine": {"cpu": "x"}}, *(row.as_json() for row in rows)]
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in records))
         return str(path)
 
     def slowed(self, row: Row, factor: float) -> Row:
@@ -204,27 +201,6 @@ class TestPlot:
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert "needs matplotlib" in draw("out.png", {}, self.rows)
-
-    def test_by_default_it_is_drawn_where_it_can_be(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        lines = iter(["# plot: mycoll-bench.png", "# no plot: no reason", "# no plot: no reason"])
-        drawn: list[str] = []
-        monkeypatch.setattr(plot, "draw", lambda path, *_: [drawn.append(path), next(lines)][1])
-        print_plot(None, {}, self.rows)
-        print_plot(None, {}, self.rows)
-        assert capsys.readouterr().out == "# plot: mycoll-bench.png\n"
-        print_plot("x.png", {}, self.rows)
-        assert capsys.readouterr().out == "# no plot: no reason\n"
-        assert drawn == [DEFAULT_PLOT, DEFAULT_PLOT, "x.png"]
-        (tmp_path / DEFAULT_PLOT).mkdir()
-        print_plot(None, {}, self.rows)
-        assert not capsys.readouterr().out and len(drawn) == 3
-
-    def test_options(self) -> None:
-        assert parse_options(["all_reduce"]).plot is None
-        assert parse_options(["all_reduce", "--plot", ""]).plot == ""
 
     def test_without_matplotlib_nothing_is_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpi_build import PeerAbsent, build, environment, launch_command
+from mycoll._leaving import described
 from mycoll.bench.arena import plan
-from mycoll.bench.contenders import Contender, gather_contenders, one_line
+from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Unsupported, Workload
 from mycoll.bench.world import World
@@ -107,7 +108,7 @@ class MpiContender(Contender):
             answers = [json.loads(channel.readline()) for channel in self._channels]
         except (OSError, ValueError) as cause:
             self.close()
-            self._died = f"its ranks died or hung in '{line}': {one_line(cause)}"
+            self._died = f"its ranks died or hung in '{line}': {described(cause)}"
             raise Unsupported(self._died) from cause
         for answer in answers:
             if "unsupported" in answer:
@@ -150,7 +151,7 @@ def gather(
         except PeerAbsent as cause:
             reason = str(cause)
         except (OSError, subprocess.SubprocessError) as cause:
-            reason = one_line(cause)
+            reason = described(cause)
         reasons = [text for text in world.gather_all(reason) if text]
         if reasons or contender is None:
             absent.append(f"{name}: {reasons[0]}")

@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 
+_MOST = 120
+
 _reason = ""  # of a child of multiprocessing
 _watched = 0  # the process whose end is watched: a child of fork has its parent's variables
 
@@ -47,8 +49,8 @@ def close_after(error: BaseException) -> None:
         module._close_all(_ended_by(error))
 
 
-def described(error: BaseException, most: int = 120) -> str:
-    """Returns its type and the first line of its message, in at most so many characters."""
+def described(error: BaseException) -> str:
+    """Returns its type and the first line of its message, in at most _MOST characters."""
     try:
         lines = str(error).split("\n")
     except Exception:  # the program's own code
@@ -56,7 +58,7 @@ def described(error: BaseException, most: int = 120) -> str:
     first = next((line.strip() for line in lines if line.strip()), "")
     text = f"{type(error).__qualname__}: {first}" if first else type(error).__qualname__
     text = text.encode(errors="replace").decode()
-    return text if len(text) <= most else text[: most - 4] + " ..."
+    return text if len(text) <= _MOST else text[: _MOST - 4] + " ..."
 
 
 def _end_of_child() -> None:

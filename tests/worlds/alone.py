@@ -27,4 +27,4 @@ class Alone(World):
 
 def alone(**changes: int) -> Alone:
     sizes = {"size": 1, "local_size": 1, "hosts": 1, "cache_bytes": 1 << 20, **changes}
-    return Alone(rank=0, local_rank=0, device=torch.device("cpu"), **sizes)
+    return Alone(rank=0, device=torch.device("cpu"), **sizes)

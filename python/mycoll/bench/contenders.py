@@ -21,8 +21,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from mycoll import _leaving
-from mycoll._native import native_module
+from mycoll._leaving import described
+from mycoll._native import native, native_module
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload, time_calls
@@ -129,14 +129,15 @@ class TorchContender(Contender):
         self._host_times = []
 
 
+Copy = Callable[[World, torch.Tensor, torch.Tensor], Call]
+
+
 class CopyContender(Contender):
     """All ranks copy at the same time the bytes that the operation must at least move."""
 
-    def __init__(
-        self, name: str, world: World, options: Options, copy: Callable[..., object] | None
-    ) -> None:
+    def __init__(self, name: str, world: World, hot: bool, copy: Copy) -> None:
         super().__init__(name, "limit", world)
-        self._hot = options.hot
+        self._hot = hot
         self._copy = copy
         self._arena: Arena | None = None
         self._calls: list[Call] = []
@@ -150,12 +151,7 @@ class CopyContender(Contender):
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
-            self._calls.append(self._call(target, source))
-
-    def _call(self, target: torch.Tensor, source: torch.Tensor) -> Call:
-        if self._copy is None:
-            return partial(target.copy_, source)
-        return partial(self._copy, target.data_ptr(), source.data_ptr(), target.numel())
+            self._calls.append(self._copy(self.world, target, source))
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
@@ -171,8 +167,18 @@ class CopyContender(Contender):
         self._calls = []
 
 
+def _copy_by_torch(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+    return partial(target.copy_, source)
+
+
+def _copy_streaming(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+    copy = native().copy_streaming
+    return partial(copy, target.data_ptr(), source.data_ptr(), target.numel())
+
+
 def _copy_from_peer(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
-    """A copy of the next rank's `source` by the kernel. All ranks of this host make one."""
+    """A copy of the next rank's `source` by the kernel, as single copy does. All ranks of this host
+    make one."""
     places = world.gather_all((os.getpid(), source.data_ptr()))
     process, address = places[(world.rank + 1) % world.size]
     ours, theirs = (
@@ -187,13 +193,6 @@ def _can_copy_from_peer(world: World) -> bool:
     target = torch.empty_like(source)
     is_near = world.local_size == world.size
     return is_near and all(world.gather_all(_copy_from_peer(world, target, source)() == 8))
-
-
-class PeerCopyContender(CopyContender):
-    """As CopyContender, but the kernel copies from another rank's memory, as single copy does."""
-
-    def _call(self, target: torch.Tensor, source: torch.Tensor) -> Call:
-        return _copy_from_peer(self.world, target, source)
 
 
 def _new_group(name: str, options: Options) -> Group:
@@ -222,7 +221,7 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             if options.ops and name == "mycoll":
                 own.append(TorchContender(f"{name}-ops", kind, world, group))
         except Exception as cause:  # whatever a backend raises: the others can still be measured
-            error = one_line(cause)
+            error = described(cause)
         for each in own:
             each.uses_operators = each.name.endswith("-ops")
             each.shares_memory = options.memory == "shared" or each.name.endswith("-shared")
@@ -233,19 +232,13 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")
     elif options.limit:
-        found.append(CopyContender("copy", world, options, None))
-        streaming = getattr(native_module(), "copy_streaming", None)
-        if all(world.gather_all(streaming is not None)):
-            found.append(CopyContender("copy-nt", world, options, streaming))
+        found.append(CopyContender("copy", world, options.hot, _copy_by_torch))
+        if all(world.gather_all(native_module() is not None)):
+            found.append(CopyContender("copy-nt", world, options.hot, _copy_streaming))
         else:
             absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
         if _can_copy_from_peer(world):
-            found.append(PeerCopyContender("copy-peer", world, options, None))
+            found.append(CopyContender("copy-peer", world, options.hot, _copy_from_peer))
         else:
             absent.append("copy-peer: a rank cannot read the memory of the next one")
     return found, absent
-
-
-def one_line(cause: BaseException) -> str:
-    """The type of an exception, and the first line of its message."""
-    return _leaving.described(cause, 200)

@@ -35,8 +35,7 @@ _DTYPE_ALIASES = {
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size; a plot of
-    None is drawn if it can be."""
+    """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size."""
 
     operations: tuple[str, ...]
     backends: tuple[str, ...]
@@ -55,7 +54,7 @@ class Options:
     limit: bool
     nproc: int
     json: str
-    plot: str | None
+    plot: str
 
 
 def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
@@ -132,8 +131,8 @@ def _parser() -> Parser:
     text = "timeout of a group, in seconds"
     add("--timeout", dest="timeout_seconds", type=seconds, default=120.0, metavar="S", help=text)
     add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")
-    text = "draw time and bandwidth against size; '': do not (default: mycoll-bench.png, with "
-    add("--plot", metavar="FILE", help=text + "matplotlib and several sizes)")
+    text = "draw time and bandwidth against size, by matplotlib"
+    add("--plot", default="", metavar="FILE", help=text)
     return parser
 
 

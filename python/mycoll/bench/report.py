@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from mycoll._terminal import columns, paint
@@ -80,28 +79,6 @@ def misused(how: str, is_shown: bool = True) -> int:
     if is_shown:
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
-
-
-class Recorder:
-    """Keeps the rows, and writes each as it is measured: an interrupted run keeps what it has."""
-
-    def __init__(self, header: Mapping[str, object], path: str) -> None:
-        self.rows: list[Row] = []
-        file = Path(path or os.devnull)
-        self._file = file.open("w", buffering=1)
-        self._write(header)
-
-    def _write(self, record: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-
-    def add(self, row: Row) -> None:
-        """Keeps a row, and writes it."""
-        self.rows.append(row)
-        self._write(row.as_json())
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Row)}

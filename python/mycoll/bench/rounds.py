@@ -10,9 +10,10 @@ from statistics import median
 
 import torch.distributed as dist
 
+from mycoll._leaving import described
 from mycoll.bench.arena import MAX_WINDOWS
 from mycoll.bench.collectives import COLLECTIVES, BarrierWorkload, CollectiveWorkload
-from mycoll.bench.contenders import Contender, one_line
+from mycoll.bench.contenders import Contender
 from mycoll.bench.options import REDUCING, ROOTED, Options
 from mycoll.bench.pairwise import PAIRWISE
 from mycoll.bench.result import Row, compared, make_row
@@ -131,7 +132,7 @@ class Measurement:
             # In trouble: a dead group, or a case like one that it could do before.
             could_before = self._ability(contender) in self.history.able
             in_trouble = could_before or isinstance(cause, dist.DistError)
-            error, failed = one_line(cause), contender.kind == "backend" and in_trouble
+            error, failed = described(cause), contender.kind == "backend" and in_trouble
         answers = self.world.gather_all((error, failed, wrong))
         errors = [text for text, _, _ in answers if text]
         counts = [count for _, _, count in answers if count is not None]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,21 +16,14 @@ from mycoll._terminal import Progress, note, paint
 from mycoll._units import show_seconds
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.options import Options
-from mycoll.bench.report import (
-    Recorder,
-    misused,
-    table_header,
-    table_line,
-    unwritable,
-    wrong_files,
-)
+from mycoll.bench.plot import draw
+from mycoll.bench.report import misused, table_header, table_line, wrong_files
 from mycoll.bench.result import LEGEND, Row
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, header, join, missing_device
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
-DEFAULT_PLOT = "mycoll-bench.png"
 _FAILED = 1
 
 
@@ -51,10 +47,13 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
         return misused(wrong, is_shown=world.rank == 0)
     progress = Progress(world.rank == 0)
     record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
-    recorder = Recorder(record, options.json if world.rank == 0 else "")
-    contenders: list[Contender] = []
+    rows: list[Row] = []
     history = History()
-    try:
+    with ExitStack() as end:
+        # Each row is written at once: an interrupted run keeps what it has.
+        name = options.json if world.rank == 0 else ""
+        file = end.enter_context(Path(name or os.devnull).open("w", buffering=1))
+        print(json.dumps(record), file=file)
         if world.rank == 0:
             progress.hide()
             machine, versions = record["machine"], record["versions"]
@@ -62,6 +61,8 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
             print("# " + ", ".join(f"{name} {each}" for name, each in versions.items()), flush=True)
             progress.show("connecting ...")
         contenders, absent = (gather or gather_contenders)(options, world)
+        for contender in contenders:
+            end.callback(contender.close)
         here = {contender.name for contender in contenders}
         history.failed |= set(options.backends) - here
         progress.hide()
@@ -71,38 +72,24 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
                     print(f"# {', '.join(names)}: {meaning}", flush=True)
             for line in absent:
                 note(f"left out: {line}")
-        _measure(options, world, contenders, recorder, history, progress)
-    finally:
-        for contender in contenders:
-            contender.close()
-        recorder.close()
-    if world.rank == 0 and options.plot != "":
-        print_plot(options.plot, record, recorder.rows)
-    code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
+        for row in _measure(options, world, contenders, history, progress):
+            print(json.dumps(row.as_json()), file=file)
+            rows.append(row)
+    if world.rank == 0 and options.plot:
+        print(draw(options.plot, record, rows))
+    code = world.share(_verdict(rows, history) if world.rank == 0 else 0)
     dist.destroy_process_group()
     return code
 
 
-def print_plot(path: str | None, header: Mapping[str, object], rows: Sequence[Row]) -> None:
-    """Draws the rows, and prints where; without a path only if nothing prevents it."""
-    from mycoll.bench.plot import draw
-
-    file = path or DEFAULT_PLOT
-    if path is None and unwritable(file):
-        return
-    line = draw(file, header, rows)
-    if path is not None or line.startswith("# plot: "):
-        print(line)
-
-
-def _verdict(recorder: Recorder, history: History) -> int:
+def _verdict(rows: Sequence[Row], history: History) -> int:
     """The last lines, and the exit code."""
-    wrong = sum(row.wrong or 0 for row in recorder.rows)
+    wrong = sum(row.wrong or 0 for row in rows)
     if history.failed:
         print(paint(f"# failed: {', '.join(sorted(history.failed))}", "red"))
-    end = f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured"
-    print(paint(end, "red") if wrong or not recorder.rows else end, flush=True)
-    return _FAILED if wrong or history.failed or not recorder.rows else 0
+    end = f"# wrong elements: {wrong}" if rows else "# nothing was measured"
+    print(paint(end, "red") if wrong or not rows else end, flush=True)
+    return _FAILED if wrong or history.failed or not rows else 0
 
 
 def step(number: int, of: int, title: str, spent: float) -> str:
@@ -122,10 +109,10 @@ def _measure(
     options: Options,
     world: World,
     contenders: Sequence[Contender],
-    recorder: Recorder,
     history: History,
     progress: Progress,
-) -> None:
+) -> Iterator[Row]:
+    """Yields the rows, on rank 0, and prints them."""
     work = [case for op in options.operations for case in cases(options, op)]
     shown, began = ("", "", ""), time.monotonic()
     for number, case in enumerate(work):
@@ -139,7 +126,7 @@ def _measure(
             if shown != (row.op, row.type, row.redop):
                 print(table_header(row, options.backends[0]))
                 shown = (row.op, row.type, row.redop)
-            recorder.add(row)
+            yield row
             print(table_line(row), flush=True)
         for each in measurement.notes:
             note(f"{case.title}: {each}")

@@ -102,7 +102,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     hosts: int
     device: torch.device
@@ -141,8 +140,8 @@ def join(options: Options) -> World:
     torch.set_num_threads(1)
     gc.disable()  # collected between cases instead: not while a clock runs
     device = torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if options.device != "cpu":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device(options.device, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     patience = datetime.timedelta(seconds=10 * options.timeout_seconds)
@@ -155,7 +154,6 @@ def join(options: Options) -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        local_rank=local_rank,
         local_size=len(neighbours),
         hosts=len({name for name, _ in everybody}),
         device=device,

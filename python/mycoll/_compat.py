@@ -128,8 +128,26 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
             # As torch: -100 since 2.15, whose annotations have a name for it.
             outside = dist.GroupMember.NON_GROUP_MEMBER
             return outside if hasattr(distributed_c10d, "_NonGroupMember") else None
-        suffix = f":split{before}:{mine[0]}"
-        return _make_group(parent, mine, suffix, backend, timeout, pg_options, group_desc)
+        # As new_group, but only these ranks take part. They meet in the store by the group's name,
+        # for which torch would count the groups of the process, and those differ.
+        ours = unwrapped(parent._get_backend(torch.device("cpu")))
+        name = f"{getattr(ours, '_name', parent.group_name)}:split{before}:{mine[0]}"
+        ranks = [dist.get_global_rank(parent, rank) for rank in mine]
+        kind, world = distributed_c10d.Backend(backend), distributed_c10d._world
+        made: ProcessGroup
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            mine.index(parent.rank()),
+            ranks,
+            kind,
+            world.pg_map[default][1],
+            distributed_c10d.GroupName(name),
+            backend_options=pg_options,
+            timeout=timeout or distributed_c10d._get_default_timeout(kind),
+            group_desc=group_desc,
+        )
+        world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+        return made
 
     return split_group
 
@@ -149,38 +167,6 @@ def _part_of_backends(parent: ProcessGroup, wanted: str | None) -> str:
     if not part or any(names.get(device) != name for device, name in part.items()):
         raise ValueError(f"backend: {wanted} is no part of the parent's backends, {names}")
     return whole if part == names else ",".join(f"{d}:{name}" for d, name in part.items())
-
-
-def _make_group(
-    parent: ProcessGroup,
-    mine: list[int],
-    suffix: str,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: Any | None,
-    group_desc: str | None,
-) -> ProcessGroup:
-    """Makes a group of these ranks of the parent; no other rank takes part. It differs from
-    new_group in the name, by which the ranks meet in the store: torch counts the groups of the
-    process for it, which differs between processes; the name of the parent does not."""
-    ours = unwrapped(parent._get_backend(torch.device("cpu")))
-    name = getattr(ours, "_name", parent.group_name) + suffix
-    ranks = [dist.get_global_rank(parent, rank) for rank in mine]
-    kind, world = distributed_c10d.Backend(backend), distributed_c10d._world
-    made: ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        mine.index(parent.rank()),
-        ranks,
-        kind,
-        world.pg_map[members(None)][1],
-        distributed_c10d.GroupName(name),
-        backend_options=pg_options,
-        timeout=timeout or distributed_c10d._get_default_timeout(kind),
-        group_desc=group_desc,
-    )
-    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
-    return made
 
 
 def _device_backend(group: ProcessGroup) -> Any | None:
@@ -359,13 +345,12 @@ def _wrap_shrink_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def shrink_group(
         ranks_to_exclude: list[int], group: ProcessGroup | None = None, *args: Any, **more: Any
     ) -> ProcessGroup:
-        ours = [device for device, name in _backend_names(group).items() if name == "mycoll"]
+        names = _backend_names(group)
         made = original(ranks_to_exclude, group, *args, **more)
-        served = {device.type: made._get_backend(device) for device in made._device_types}
-        missing = [torch.device(device) for device in ours if device not in served]
-        for backend in list(served.values())[:1] if ours else []:
-            for device in missing:
-                made._register_backend(device, ProcessGroup.BackendType.CUSTOM, backend)
+        for name in (each for each in names if names[each] == "mycoll"):
+            device, backends = torch.device(name), _own_backends(made)
+            if backends and device not in made._device_types:
+                made._register_backend(device, ProcessGroup.BackendType.CUSTOM, backends[0])
         return made  # type: ignore[no-any-return]
 
     return shrink_group

@@ -42,7 +42,7 @@ class TestOptions:
         assert sweep(8, 8, 8) == (8,)
 
     def test_names_known_from_nccl_tests(self) -> None:
-        line = "all_reduce,barrier -b 8 -e 1K -f 2 -n 5 -w 1 -d float,bfloat16 -o sum,max"
+        line = "all_reduce,barrier -b 8 -e 1K -f 2 -n 5 -w 1 -d float32,bfloat16 -o sum,max"
         options = parse_options([*line.split(), "--backend", "mycoll,gloo,gloo"])
         assert options.operations == ("all_reduce", "barrier")
         assert options.backends == ("mycoll", "gloo", "gloo#2")

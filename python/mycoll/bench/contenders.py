@@ -38,7 +38,6 @@ class Contender(ABC):
     """kind: backend, floor, limit or peer."""
 
     shares_memory = False  # its workload has shared tensors
-    uses_operators = False  # it calls torch.ops.mycoll, where that has the operation
 
     def __init__(self, name: str, kind: str, world: World) -> None:
         self.name = name
@@ -72,17 +71,21 @@ class Contender(ABC):
 
 
 class TorchContender(Contender):
-    """Calls torch's public functions, as a user does."""
+    """Calls torch's public functions, as a user does, or torch.ops.mycoll."""
 
-    def __init__(self, name: str, kind: str, world: World, group: Group) -> None:
+    def __init__(
+        self, name: str, kind: str, world: World, group: Group, shared: bool, operators: bool
+    ) -> None:
         super().__init__(name, kind, world)
+        self.shares_memory = shared
+        self._uses_operators = operators
         self._group = group
         self._workload: Workload | None = None
         self._calls: Sequence[Call] = []
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
-        self._workload = workload.with_operators() if self.uses_operators else workload
+        self._workload = workload.with_operators() if self._uses_operators else workload
         with self._memory():
             self._calls = self._workload.calls(self._group)
 
@@ -211,24 +214,20 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     kinds = [(name, "backend") for name in options.backends]
     kinds += [(FLOOR, "floor")] if options.floor and FLOOR not in options.backends else []
     for name, kind in kinds:
-        error = ""
-        own: list[Contender] = []
+        shared, error = options.memory == "shared", ""
+        variants = [(name, shared, False)]
+        if options.memory == "both" and name.split("#")[0] == "mycoll":
+            variants.append((f"{name}-shared", True, False))
+        if options.ops and name == "mycoll":
+            variants.append((f"{name}-ops", shared, True))
         try:
             group = _new_group(name, options)
-            own.append(TorchContender(name, kind, world, group))
-            if options.memory == "both" and name.split("#")[0] == "mycoll":
-                own.append(TorchContender(f"{name}-shared", kind, world, group))
-            if options.ops and name == "mycoll":
-                own.append(TorchContender(f"{name}-ops", kind, world, group))
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = described(cause)
-        for each in own:
-            each.uses_operators = each.name.endswith("-ops")
-            each.shares_memory = options.memory == "shared" or each.name.endswith("-shared")
         if errors := [text for text in world.gather_all(error) if text]:
             absent.append(f"{name}: {errors[0]}")
         else:
-            found += own
+            found += [TorchContender(each, kind, world, group, *how) for each, *how in variants]
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")
     elif options.limit:

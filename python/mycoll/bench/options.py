@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mycoll._terminal import Parser
@@ -23,18 +22,8 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
 
-# nccl-tests' names beside torch's own.
-_DTYPE_ALIASES = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
 
-
-@dataclass(frozen=True)
-class Options:
+class Options(argparse.Namespace):
     """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size."""
 
     operations: tuple[str, ...]
@@ -65,11 +54,9 @@ def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _names(
-    choices: Sequence[str], what: str, aliases: Mapping[str, str]
-) -> Callable[[str], tuple[str, ...]]:
+def _names(choices: Sequence[str], what: str) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        found = tuple(aliases.get(name, name) for name in text.split(",") if name)
+        found = tuple(name for name in text.split(",") if name)
         if found == ("all",):
             return tuple(choices)
         unknown = [name for name in found if name not in choices]
@@ -95,13 +82,10 @@ def _parser() -> Parser:
     add = parser.add_argument
     some = "all, or some of: {}".format
 
-    def lists(*flags: str, to: str, of: Sequence[str], default: str, **aliases: str) -> None:
-        parse = _names(of, to.removesuffix("s"), aliases)
-        about = some(", ".join(of))
-        add(*flags, dest=to, type=parse, default=(default,), metavar="NAMES", help=about)
+    def lists(*flags: str, of: Sequence[str], what: str, **more: Any) -> None:
+        add(*flags, type=_names(of, what), help=some(", ".join(of)), **more)
 
-    operations = _names(OPERATIONS, "operation", {})
-    add("operations", type=operations, metavar="OP[,OP...]", help=some(", ".join(OPERATIONS)))
+    lists("operations", of=OPERATIONS, what="operation", metavar="OP[,OP...]")
     add("--nproc", type=at_least(1), default=0, metavar="N", help="start N ranks on this host")
     text = "backends, such as mycoll,gloo or mycoll,nccl; the first is compared with the others"
     add("--backend", default="mycoll", metavar="NAMES", help=text)
@@ -117,8 +101,9 @@ def _parser() -> Parser:
     add("-w", "--warmup_iters", dest="warmups", default=-1, **count, help=text)
     text = "turns of each backend (default 12)"
     add("--rounds", type=at_least(1), default=12, metavar="N", help=text)
-    lists("-d", "--dtype", to="dtypes", of=DTYPES, default="float32", **_DTYPE_ALIASES)
-    lists("-o", "--op", to="redops", of=REDOPS, default="sum")
+    names: dict[str, Any] = {"metavar": "NAMES"}
+    lists("-d", "--dtype", of=DTYPES, what="dtype", dest="dtypes", default=("float32",), **names)
+    lists("-o", "--op", of=REDOPS, what="redop", dest="redops", default=("sum",), **names)
     add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
     add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
     memory = ("private", "shared", "both")
@@ -148,7 +133,7 @@ def _labels(names: Sequence[str]) -> tuple[str, ...]:
 def parse_options(argv: Sequence[str]) -> Options:
     """Exits with a message where the line makes no sense."""
     parser = _parser()
-    found = parser.parse_args(list(argv))
+    found = parser.parse_args(list(argv), Options())
     backends = _labels([name for name in found.backend.split(",") if name])
     if not backends:
         parser.error("--backend names no backend")
@@ -164,5 +149,5 @@ def parse_options(argv: Sequence[str]) -> Options:
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
     sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor)
-    chosen = {**vars(found), "backends": backends, "sizes": sizes}
-    return Options(**{each.name: chosen[each.name] for each in fields(Options)})
+    found.backends, found.sizes = backends, sizes
+    return found

@@ -16,16 +16,6 @@ import torch
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 31, 61, 127, 251)
 _BLOCK = 1 << 20
-_MANTISSA_BITS = {
-    torch.float64: 53,
-    torch.float32: 24,
-    torch.float16: 11,
-    torch.bfloat16: 8,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 3,
-    torch.complex64: 24,
-    torch.complex128: 53,
-}
 _POISON = 0x5A
 _QUARTER_TURNS = torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
 
@@ -40,12 +30,16 @@ class Pattern:
     seed: int
 
     @property
+    def _is_rounded(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def _exact_integers(self) -> int:
         """Integers up to this one have no rounding in the dtype."""
         if self.dtype == torch.bool:
             return 2
-        if self.dtype in _MANTISSA_BITS:
-            return 1 << _MANTISSA_BITS[self.dtype]
+        if self._is_rounded:
+            return int(2 / torch.finfo(self.dtype).eps)
         return int(torch.iinfo(self.dtype).max)
 
     @property
@@ -83,7 +77,7 @@ class Pattern:
             result = function(result, self.values(rank, begin))
         if self.redop != "avg":
             return result
-        if self.dtype.is_floating_point or self.dtype.is_complex:
+        if self._is_rounded:
             return result.to(self._wide) / self.ranks
         return torch.div(result, self.ranks, rounding_mode="trunc")
 
@@ -122,9 +116,9 @@ class Pattern:
 
     def _distance(self) -> float:
         """Relative distance allowed: none where every partial result is exact."""
-        if self.dtype not in _MANTISSA_BITS:
+        if not self._is_rounded:
             return 0.0
-        step = 2.0 ** (1 - _MANTISSA_BITS[self.dtype])
+        step = torch.finfo(self.dtype).eps
         if self.redop == "avg":
             return step * self.ranks if self._rounds_sums() else 2 * step
         return step * self.ranks if self.redop == "sum" and self._rounds_sums() else 0.0

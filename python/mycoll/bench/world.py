@@ -3,6 +3,7 @@ case measures."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mycoll._native import native_module
+from mycoll._units import parse_size
 from mycoll._version import __version__
 from mycoll.bench.options import Options
 
@@ -27,21 +29,15 @@ _SECRETS = ("SECRET", "TOKEN", "KEY", "PASSWORD")
 
 
 def last_level_cache_bytes(cpus: Collection[int]) -> int:
-    """All last-level caches together that these cores can fill."""
-    caches: dict[tuple[int, str], int] = {}
+    """All third-level caches together that these cores can fill."""
+    sizes: dict[str, int] = {}  # by the cores that share a cache
     for cpu in cpus:
-        for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            try:
-                level = int((index / "level").read_text())
-                shared = (index / "shared_cpu_list").read_text().strip()
-                size = (index / "size").read_text().strip()
-            except (OSError, ValueError):
-                continue
-            caches[level, shared] = int(size.rstrip("K")) << 10 if size.endswith("K") else int(size)
-    if not caches:
-        return _ASSUMED_CACHE_BYTES
-    last = max(level for level, _ in caches)
-    return sum(size for (level, _), size in caches.items() if level == last)
+        cache = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3")
+        with contextlib.suppress(OSError):
+            sizes[(cache / "shared_cpu_list").read_text()] = parse_size(
+                (cache / "size").read_text()
+            )
+    return sum(sizes.values()) or _ASSUMED_CACHE_BYTES
 
 
 def _cpu_model() -> str:

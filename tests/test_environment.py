@@ -151,7 +151,7 @@ def test_misspelt_names_are_warned_about(fresh) -> None:
     said = fresh(2, "shm", init=False, env=env).run(warned)
     assert said[0] == [
         "MYCOLL_TRANSPROT is not a variable of mycoll's; did you mean MYCOLL_TRANSPORT?",
-        "MYCOLL_UNHEARD_OF is not a variable of mycoll's; `mycoll env` lists those that are",
+        "MYCOLL_UNHEARD_OF is not a variable of mycoll's; `mycoll env` lists all",
     ]
 
 

@@ -17,49 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 from mycoll._native import native
 from mycoll._registration import autoload, is_called_later
-from mycoll._version import __version__
+from mycoll._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from mycoll._C import (
-        ArgumentError,
-        Options,
-        PutOptions,
-        SignalOptions,
-        WaitSignalOptions,
-        Window,
-    )
-    from mycoll._log import log_to_python
-    from mycoll.elastic import ElasticGroup
-    from mycoll.groups import Endpoint, process_group
-    from mycoll.launch import SpawnError, spawn
-    from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
-    from mycoll.shared import empty, empty_like, shared_tensors, zeros
-    from mycoll.windows import new_window
-
-__all__ = [
-    "ArgumentError",
-    "ElasticGroup",
-    "Endpoint",
-    "Options",
-    "PutOptions",
-    "SignalOptions",
-    "SpawnError",
-    "WaitSignalOptions",
-    "Window",
-    "__version__",
-    "deregister_mem_pool",
-    "dump_trace",
-    "empty",
-    "empty_like",
-    "log_to_python",
-    "nccl_mem_pool",
-    "new_window",
-    "process_group",
-    "register_mem_pool",
-    "shared_tensors",
-    "spawn",
-    "zeros",
-]
+    from mycoll._C import ArgumentError as ArgumentError
+    from mycoll._C import Options as Options
+    from mycoll._C import PutOptions as PutOptions
+    from mycoll._C import SignalOptions as SignalOptions
+    from mycoll._C import WaitSignalOptions as WaitSignalOptions
+    from mycoll._C import Window as Window
+    from mycoll._log import log_to_python as log_to_python
+    from mycoll.elastic import ElasticGroup as ElasticGroup
+    from mycoll.groups import Endpoint as Endpoint
+    from mycoll.groups import process_group as process_group
+    from mycoll.launch import SpawnError as SpawnError
+    from mycoll.launch import spawn as spawn
+    from mycoll.memory import deregister_mem_pool as deregister_mem_pool
+    from mycoll.memory import nccl_mem_pool as nccl_mem_pool
+    from mycoll.memory import register_mem_pool as register_mem_pool
+    from mycoll.shared import empty as empty
+    from mycoll.shared import empty_like as empty_like
+    from mycoll.shared import shared_tensors as shared_tensors
+    from mycoll.shared import zeros as zeros
+    from mycoll.windows import new_window as new_window
 
 # The modules of names that are imported when they are used first.
 _MODULES = {
@@ -72,6 +52,8 @@ _MODULES = {
     "shared": "empty empty_like shared_tensors zeros",
     "windows": "new_window",
 }
+
+__all__ = ["__version__", "dump_trace", *" ".join(_MODULES.values()).split()]
 
 if not is_called_later():
     autoload()

@@ -117,9 +117,8 @@ def show_environment(words: list[str]) -> int:
         print(line)
         for text in _terminal.wrapped(entry["help"], 4):
             print(f"    {text}")
-    for name, near in unknown_variables():
-        hint = f"; did you mean {near}?" if near else ""
-        print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
+    for name, hint in unknown_variables():
+        print(_terminal.paint(f"{name} is set, but mycoll does not know it; {hint}", "yellow"))
     return 0
 
 

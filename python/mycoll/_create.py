@@ -91,8 +91,7 @@ def is_rocm() -> bool:
 @functools.cache
 def warn_of_unknown_variables() -> None:
     """Once in a process, and on a host only in the first rank that a launcher starts."""
-    for name, nearest in unknown_variables() if os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        hint = f"did you mean {nearest}?" if nearest else "`mycoll env` lists those that are"
+    for name, hint in unknown_variables() if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         warnings.warn(f"{name} is not a variable of mycoll's; {hint}", stacklevel=2)
 
 

@@ -46,32 +46,27 @@ def load() -> ModuleType:
     oldest, newest = SUPPORTED_TORCH
     is_supported = oldest <= _numbers(running) <= newest
     supported = f"mycoll supports torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    build = "run `pip install --no-build-isolation .` in its source folder"
     if built and running not in folders:
         problem = (
             f"this mycoll was compiled for torch {', '.join(built)} and cannot work with torch "
             f"{torch.__version__}"
         )
-        fix = f"{supported}: pip install 'torch=={built[-1]}.*'"
-        if is_supported:
-            fix = "run `pip install --no-build-isolation .` again in its source folder, "
-            fix += f"or install torch {built[-1]}"
+        fix = f"{build}, or install torch {built[-1]}"
+        if not is_supported:
+            fix = f"{supported}: pip install 'torch=={built[-1]}.*'"
         raise NotUsable(problem, fix)
     spec = PathFinder.find_spec("mycoll._C", [str(folders[running])]) if built else None
     if spec is None or spec.loader is None:
         raise NotUsable(
             "mycoll's compiled module is missing",
-            "run `pip install --no-build-isolation .` in its source folder"
-            if is_supported
-            else f"{supported}, and this is torch {torch.__version__}",
+            build if is_supported else f"{supported}, and this is torch {torch.__version__}",
         )
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise NotUsable(
-            f"mycoll's compiled module does not load ({error})",
-            "run `pip install --no-build-isolation .` again in its source folder",
-        ) from error
+        raise NotUsable(f"mycoll's compiled module does not load ({error})", build) from error
     return module
 
 

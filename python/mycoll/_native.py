@@ -46,13 +46,16 @@ def unknown_variables() -> list[tuple[str, str]]:
     """MYCOLL_* variables that are set but do not exist, most likely misspelt.
 
     Returns:
-        Each with the known name that it resembles, or "".
+        Each with a hint: the known name that it resembles, or where to find those.
     """
     prefix = "MYCOLL_"
     known = [entry["name"].removeprefix(prefix) for entry in native().environment()]
     given = sorted(name.removeprefix(prefix) for name in os.environ if name.startswith(prefix))
     near = {name: difflib.get_close_matches(name, known, 1) for name in given if name not in known}
-    return [(prefix + name, prefix + found[0] if found else "") for name, found in near.items()]
+    return [
+        (prefix + name, f"did you mean {prefix}{found[0]}?" if found else "`mycoll env` lists all")
+        for name, found in near.items()
+    ]
 
 
 def native_module() -> ModuleType | None:

@@ -44,9 +44,7 @@ class Operation:
     out_bytes: int = 0
     element_bytes: int = 1  # 0: not known
     site: str = ""  # "train.py:57 in step"
-    function: str = ""  # the same, in parts
-    file: str = ""
-    line: int = 0
+    file: str = ""  # the path of train.py
     id: int = 0  # counts the calls of the process
     on_device: bool = False
     composite: bool = False
@@ -365,9 +363,7 @@ class _Box:
             out_bytes=row["outBytes"],
             element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
             site=f"{Path(file).name}:{line} in {function}" if file else "",
-            function=function,
             file=file,
-            line=int(line or 0),
             on_device="device" in flags,
             composite="composite" in flags,
             **{name: row[name] for name in alike},

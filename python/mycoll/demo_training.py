@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 import time
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mycoll._terminal import is_terminal
+from mycoll._terminal import Progress
 
 CLASSES = 3
 
@@ -48,6 +47,7 @@ def train(steps: int, batch: int = 256) -> nn.Module:
     points, arms = spirals(20_000, seed=dist.get_rank() + 1)
     test_points, test_arms = spirals(2_000, seed=1000 + dist.get_rank())
 
+    progress = Progress(dist.get_rank() == 0)
     start = time.perf_counter()
     for step in range(1, steps + 1):
         chosen = torch.randint(len(points), (batch,))
@@ -55,37 +55,34 @@ def train(steps: int, batch: int = 256) -> nn.Module:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step == 1 or step == steps or step % max(1, steps // 40) == 0:
+        if step in (1, steps) or step % max(1, steps // 40) == 0:
             with torch.no_grad():
                 right = (model.module(test_points).argmax(dim=1) == test_arms).float().mean()
             # Loss and accuracy of all ranks, in one small tensor.
             means = torch.stack([loss.detach(), right])
             dist.all_reduce(means)
             means /= dist.get_world_size()
-            line = f"  [{'#' * round(24 * step / steps):24}] step {step:5d}  loss {means[0]:.4f}"
-            line += f"  accuracy {means[1]:6.1%}"
+            line = f"  step {step:5d}  loss {means[0]:.4f}  accuracy {means[1]:6.1%}"
             line += f"  {step / (time.perf_counter() - start):5.0f} steps/s"
-            if is_terminal(sys.stdout):
-                say(f"\r{line}", end="\n" if step == steps else "")
-            elif step == 1 or step == steps or step % max(1, steps // 10) == 0:
+            progress.show(f"{line}, {step / steps:.0%}")
+            if step in (1, steps) or step % max(1, steps // 10) == 0:
+                progress.hide()
                 say(line)
     return model
 
 
 def check_weights(model: nn.Module) -> None:
     """All ranks must hold the same weights, to the last bit."""
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    if not all(torch.equal(other, mine) for other in everyone):
+    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    digest = hashlib.sha256(weights).hexdigest()
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, digest)
+    if len(set(everyone)) > 1:
         raise SystemExit(f"rank {dist.get_rank()}: the ranks' weights differ")
-    say(f"\nWeights of all ranks are identical to the bit (sha256 {digest.hexdigest()[:16]}).\n")
+    say(f"\nWeights of all ranks are identical to the bit (sha256 {digest[:16]}).\n")
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """Prints on rank 0."""
     if dist.get_rank() == 0:
-        print(text, end=end, flush=True)
+        print(text, flush=True)

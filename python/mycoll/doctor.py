@@ -142,8 +142,6 @@ def check_interpreter() -> Iterator[Result]:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if sys.platform != "linux":
         yield Result("system", text, FAIL, "mycoll runs on Linux; elsewhere use gloo")
-    elif platform.machine() == "aarch64":
-        yield Result("system", f"{text} (mycoll was tested there in emulation only)")
     else:
         yield Result("system", text)
 
@@ -193,9 +191,8 @@ def check_nccl() -> Iterator[Result]:
 
 def check_variables() -> Iterator[Result]:
     """Yields the MYCOLL_* variables that are set, and those that are unknown."""
-    for name, near in unknown_variables():
-        fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
-        yield Result("variables", f"{name} is unknown and has no effect", WARN, fix)
+    for name, hint in unknown_variables():
+        yield Result("variables", f"{name} is unknown and has no effect", WARN, hint)
     rows = [entry for entry in native().environment() if entry["source"] != "default"]
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Result("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")

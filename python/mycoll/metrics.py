@@ -88,21 +88,20 @@ def write(path: Path) -> None:
 
 def as_text(processes: list[Process]) -> str:
     """The metrics of these processes, in Prometheus' format."""
-    groups = [(process, group) for process in processes for group in process.groups]
-    totals: list[tuple[Process, Group | None, dict[str, Counts]]]
-    totals = [(process, group, group.counts) for process, group in groups]
-    totals += [(process, None, process.ended) for process in processes]
-    counts = [
-        (labelled(process, group, operation=kind), found)
-        for process, group, by_kind in totals
-        for kind, found in by_kind.items()
-    ]
+    counts: list[tuple[str, Counts]] = []
+    groups: list[tuple[str, Process, Group]] = []
+    for process in processes:
+        for group in (*process.groups, None):
+            by_kind = group.counts if group else process.ended
+            counts += [(labelled(process, group, kind), each) for kind, each in by_kind.items()]
+            if group:
+                groups.append((labelled(process, group), process, group))
     lines = []
     for name, meaning, value in COUNTERS:
-        rows = [(labels, value(found)) for labels, found in counts]
+        rows = [(labels, value(each)) for labels, each in counts]
         lines += family(name, "counter", meaning, rows)
     for name, meaning, look in GAUGES:
-        rows = [(labelled(*each), look(*each)) for each in groups]
+        rows = [(labels, look(process, group)) for labels, process, group in groups]
         lines += family(name, "gauge", meaning, rows)
     return "\n".join([*lines, ""])
 
@@ -118,13 +117,12 @@ def family(name: str, kind: str, meaning: str, rows: list[tuple[str, float]]) ->
     return [f"# HELP mycoll_{name} {meaning}", f"# TYPE mycoll_{name} {kind}", *lines]
 
 
-def labelled(process: Process, group: Group | None, **more: str) -> str:
+def labelled(process: Process, group: Group | None, operation: str = "") -> str:
     """The labels of a series, in braces."""
     labels = {"rank": str(process.rank), "pid": str(process.pid)}
-    labels["group"] = group.name if group else ENDED
-    labels["description"] = group.description if group else ""
-    pairs = [f'{key}="{escaped(text)}"' for key, text in {**labels, **more}.items() if text]
-    return "{" + ",".join(pairs) + "}"
+    labels |= {"group": group.name, "description": group.description} if group else {"group": ENDED}
+    labels["operation"] = operation
+    return "{" + ",".join(f'{key}="{escaped(each)}"' for key, each in labels.items() if each) + "}"
 
 
 def escaped(text: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from mycoll._native import native
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextmanager
@@ -60,9 +60,7 @@ def empty(*size: Any, **options: Any) -> torch.Tensor:
     Example:
         bucket = mycoll.empty(1 << 20, dtype=torch.bfloat16)
     """
-    _refuse(options)
-    with shared_tensors():
-        return torch.empty(*size, device="cpu", **options)
+    return _make(torch.empty, *size, **options)
 
 
 def zeros(*size: Any, **options: Any) -> torch.Tensor:
@@ -81,9 +79,7 @@ def zeros(*size: Any, **options: Any) -> torch.Tensor:
     Example:
         counts = mycoll.zeros(8, dtype=torch.int64)
     """
-    _refuse(options)
-    with shared_tensors():
-        return torch.zeros(*size, device="cpu", **options)
+    return _make(torch.zeros, *size, **options)
 
 
 def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -102,13 +98,11 @@ def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
     Example:
         result = mycoll.empty_like(torch.ones(4, 4))
     """
-    _refuse(options)
-    with shared_tensors():
-        return torch.empty_like(other, device="cpu", **options)
+    return _make(torch.empty_like, other, **options)
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """Refuses options for tensors in other memory."""
+def _make(function: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """Calls a function of torch that makes a tensor, but not in other memory."""
     device = options.pop("device", None)
     if isinstance(device, int) or torch.device(device or "cpu").type != "cpu":
         raise ValueError("shared tensors are CPU tensors; leave out device=")
@@ -116,3 +110,5 @@ def _refuse(options: dict[str, Any]) -> None:
         value = options.get(name)
         if value is not None and value is not False:
             raise ValueError(f"shared tensors are in memory of their own; leave out {name}=")
+    with shared_tensors():
+        return function(*args, device="cpu", **options)

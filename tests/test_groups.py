@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs.groups import check, destroyed_in_any_order, subsets
+from mycoll import _compat
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import arith
 from worlds.worker import Ctx
@@ -280,3 +281,22 @@ def test_exit_codes(fresh, transport):
     world = fresh(3, transport)
     world.run(subsets)
     assert world.close() == [0, 0, 0]
+
+
+def test_a_shrunk_group_gives_no_device_the_backend_of_another(monkeypatch) -> None:
+    """Of cpu:mycoll,cuda:nccl torch shrinks nccl's part, which must not get CPU tensors."""
+    registered = []
+
+    class Shrunk:
+        _device_types = (torch.device("cuda"),)
+
+        def _get_backend(self, device: torch.device) -> object:
+            return object()  # nccl's
+
+        def _register_backend(self, *registration: object) -> None:
+            registered.append(registration)
+
+    monkeypatch.setattr(_compat, "_backend_names", lambda _: {"cpu": "mycoll", "cuda": "nccl"})
+    made = Shrunk()
+    assert _compat._wrap_shrink_group(lambda *_: made)([1]) is made
+    assert not registered

@@ -158,7 +158,7 @@ PACKAGE = CSRC.parent / "python/mycoll"
 # functions. Imports for types do not count.
 LINES = """
 _version _load _C _native
-_patch _units _terminal _leaving
+_units _terminal _leaving
 _log _groups
 _gloo parcel _compat
 objects shared memory windows

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._groups import backend_of, members, unwrapped
+from mycoll._groups import backend_of, members, replace, unwrapped
 from mycoll._native import native
-from mycoll._patch import replace
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
@@ -319,10 +318,9 @@ def _import_functional() -> types.ModuleType:
     import as their default group: they would keep that group alive after its destruction, and use
     it instead of a later one."""
     name = "torch.distributed.nn.functional"
-    if name in sys.modules:
-        return sys.modules[name]  # the program has imported it
+    is_imported = name in sys.modules  # by the program
     module = importlib.import_module(name)
-    for function in vars(module).values():
+    for function in vars(module).values() if not is_imported else ():
         if isinstance(function, types.FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(value, ProcessGroup) else value

@@ -26,20 +26,17 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     place = f"rank {group.group_rank} of {group.group_size}"
     log.info(f"mycoll {__version__}: group '{group.group_id}', {place}, timeout {group.timeout}")
     group.store = store_of_this_attempt(group.store)
+    _compat.install()
     if _gloo.is_wanted(options):
         if os.environ.get(ENCRYPT, "") not in ("", "0"):
             raise ValueError(f"{ENCRYPT}=1 needs mycoll's engine, and this group is to be gloo's")
-        _compat.install()
         return _gloo.create(group)
-
     module = prepare()
     options = _compat.own_options(options)
     if options is not None and not isinstance(options, module.Options):
         raise TypeError(
             f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
         )
-
-    _compat.install()
     timeout = group.timeout
     if options is not None and timeout == default_pg_timeout:
         timeout = options.timeout  # torch's default, which it always passes
@@ -65,7 +62,7 @@ def prepare() -> ModuleType:
     _leaving.watch_child()
     warn_of_unknown_variables()
     module.set_nccl_wheel(nccl_wheel())
-    if is_rocm():
+    if torch.version.hip is not None:  # AMD's GPUs, which torch names "cuda"
         module.set_why_no_devices(
             "mycoll does not support ROCm: give those tensors to torch's own backend, as in "
             "backend='cpu:mycoll,cuda:nccl'"
@@ -76,16 +73,11 @@ def prepare() -> ModuleType:
 def has_device() -> bool:
     """Whether this process can have tensors on a device, so that groups need to serve those."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or is_rocm():
+    if accelerator is None or torch.version.hip is not None:
         return False
     # CUDA builds of torch name CUDA, with and without a GPU. This count does not initialise CUDA's
     # runtime, after which a process cannot fork.
     return accelerator.type != "cuda" or torch.cuda.device_count() > 0
-
-
-def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it names "cuda": they are not supported."""
-    return torch.version.hip is not None
 
 
 @functools.cache

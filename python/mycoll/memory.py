@@ -1,10 +1,5 @@
 """Memory that NCCL reads and writes without a copy.
 
-    pool = mycoll.nccl_mem_pool()
-    with torch.cuda.use_mem_pool(pool):
-        bucket = torch.empty(1 << 26, device="cuda")
-    mycoll.register_mem_pool(pool)
-
 Groups whose CUDA tensors travel through host memory need nothing of the kind: there, registering
 does nothing.
 """
@@ -121,13 +116,7 @@ def deregister_pool(backend: MycollBackend, pool: torch.cuda.MemPool) -> None:
 
 def can_allocate(backend: MycollBackend, device: torch.device | str) -> bool:
     """Returns whether the group's tensors travel through NCCL already, and it allocates memory."""
-    device = torch.device(device)
-    if device.type != "cuda" or backend.device_transport() != "nccl":
-        return False
-    with contextlib.suppress(RuntimeError):
-        native()._require_nccl_memory()
-        return _group_of(backend, device) is not None
-    return False
+    return _group_of(backend, torch.device(device)) is not None
 
 
 def allocate(
@@ -135,13 +124,12 @@ def allocate(
 ) -> torch.Tensor:
     """Makes a tensor in a pool of this group, which is registered as it grows."""
     device = torch.device(device)
-    if not can_allocate(backend, device):
+    group = _group_of(backend, device)
+    if group is None:
         raise ValueError(
             f"the group has no memory of NCCL's for {device}: its tensors there do not travel "
             "through NCCL, or do not yet; ask supports_tensor_alloc() first"
         )
-    group = _group_of(backend, device)
-    assert group is not None
     if group not in _pools:
         _pools[group] = _Pool()
     return _pools[group].allocate(backend, size, dtype, device)
@@ -171,11 +159,15 @@ class _Pool:
 
 
 def _group_of(backend: MycollBackend, device: torch.device) -> ProcessGroup | None:
-    """The group of torch's that this is the backend of; None where it has been destroyed."""
-    for group in distributed_c10d._world.pg_map:
-        serves = torch.device(device.type) in group._device_types
-        if serves and unwrapped(group._get_backend(device)) is backend:
-            return group
+    """The group of torch's that this is the backend of; None where NCCL has no memory for it, or it
+    has been destroyed."""
+    if device.type == "cuda" and backend.device_transport() == "nccl":
+        with contextlib.suppress(RuntimeError):
+            native()._require_nccl_memory()
+            for group in distributed_c10d._world.pg_map:
+                serves = torch.device(device.type) in group._device_types
+                if serves and unwrapped(group._get_backend(device)) is backend:
+                    return group
     return None
 
 

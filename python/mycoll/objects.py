@@ -11,7 +11,9 @@ arguments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,8 +28,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._groups import backend_of, members
-from mycoll._patch import replace
+from mycoll._groups import backend_of, members, replace
 from mycoll.parcel import (
     CELL_BYTES,
     Incoming,
@@ -67,11 +68,14 @@ def install() -> None:
 
 
 def _wrap(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(ours).parameters
+
     def wrapped(*args: Any, **more: Any) -> Any:
-        try:
-            return ours(*args, **more)
-        except _NotOurs:
-            pass
+        # An option that is set, such as weights_only, is torch's.
+        if not any((*args[len(known) :], *(more[name] for name in more if name not in known))):
+            with contextlib.suppress(_NotOurs):
+                given = {name: more[name] for name in more if name in known}
+                return ours(*args[: len(known)], **given)
         return torchs(*args, **more)
 
     return wrapped
@@ -80,10 +84,8 @@ def _wrap(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[...,
 # --- the functions, with torch's arguments --------------------------------------------------------
 
 
-def _all_gather_object(
-    object_list: list[Any], obj: Any, group: ProcessGroup | None = None, *args: Any, **more: Any
-) -> None:
-    backend = _backend(group, (*args, *more.values()))
+def _all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    backend = _backend(group)
     for i, gathered in enumerate(_all_gather(backend, pack([obj]))):
         object_list[i] = gathered
 
@@ -94,10 +96,8 @@ def _gather_object(
     dst: int | None = None,
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
-    *args: Any,
-    **more: Any,
 ) -> None:
-    backend = _backend(group, (*args, *more.values()))
+    backend = _backend(group)
     root = _group_rank(group, dst, group_dst, default=0)
     distributed_c10d._validate_output_list_for_rank(backend.rank(), root, object_gather_list)
     for i, parcel in enumerate(_gather(backend, pack([obj]), root)):
@@ -111,10 +111,8 @@ def _broadcast_object_list(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
-    *args: Any,
-    **more: Any,
 ) -> None:
-    backend = _backend(group, (*args, *more.values()), device)
+    backend = _backend(group, device)
     root = _group_rank(group, src, group_src, default=0)
     _check_not_empty(object_list)
     if backend.rank() == root:
@@ -129,10 +127,8 @@ def _scatter_object_list(
     src: int | None = None,
     group: ProcessGroup | None = None,
     group_src: int | None = None,
-    *args: Any,
-    **more: Any,
 ) -> None:
-    backend = _backend(group, (*args, *more.values()))
+    backend = _backend(group)
     root = _group_rank(group, src, group_src, default=0)
     outputs, inputs = scatter_object_output_list, scatter_object_input_list
     if not isinstance(outputs, list) or not outputs:
@@ -159,15 +155,13 @@ def _send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
-    *args: Any,
-    **more: Any,
 ) -> None:
-    backend = _backend(group, (*args, *more.values()), device)
+    backend = _backend(group, device)
     peer = _group_rank(group, dst, group_dst)
     distributed_c10d._check_not_self_rank(members(group), peer, "destination")
     _check_not_empty(object_list)
     parcel = pack(object_list)
-    cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
+    cell = backend.send([as_tensor(parcel.memory[:CELL_BYTES])], peer, 0)
     _wait([cell, *_send_rest(backend, parcel, CELL_BYTES, peer, 0)])
 
 
@@ -178,10 +172,8 @@ def _recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
-    *args: Any,
-    **more: Any,
 ) -> Any:
-    backend = _backend(group, (*args, *more.values()), device)
+    backend = _backend(group, device)
     peer = _group_rank(group, src, group_src)
     distributed_c10d._check_not_self_rank(members(group), peer, "source")
     _check_not_empty(object_list)
@@ -197,16 +189,16 @@ def _recv_object_list(
 # --- groups and arguments -------------------------------------------------------------------------
 
 
-def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any:
+def _backend(group: Any, device: Any = None) -> Any:
     """mycoll's, by which the objects travel; the same answer on all ranks of a group.
 
     Raises:
-        _NotOurs: `weights_only` or another option is set, the program has a pickler of its own, or
-            they travel by a device, or another backend.
+        _NotOurs: The program has a pickler of its own, or they travel by a device, or another
+            backend.
     """
     is_ours = (distributed_c10d._pickler, distributed_c10d._unpickler) == _PICKLERS
     on_device = device is not None and torch.device(device).type != "cpu"
-    if any(options) or on_device or not is_ours or distributed_c10d._rank_not_in_group(group):
+    if on_device or not is_ours or distributed_c10d._rank_not_in_group(group):
         raise _NotOurs
     try:
         backend = backend_of(group)
@@ -254,7 +246,7 @@ def _all_gather(backend: Any, parcel: Parcel) -> list[Any]:
     room = _room(size)
     cells = new_memory(size * room)
     options = _now(AllgatherOptions)
-    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)), options)])
+    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.memory[:room]), options)])
     heads = [cells[start : start + room] for start in range(0, size * room, room)]
     objects = objects_inside(heads)
     if objects is not None:
@@ -281,7 +273,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
     size, rank = backend.size(), backend.rank()
     room = _room(size)
     options = _now(GatherOptions, root)
-    cell = as_tensor(parcel.cell(room))
+    cell = as_tensor(parcel.memory[:room])
     if rank != root:
         _wait([backend.gather([], [cell], options)])
         _wait(_send_rest(backend, parcel, room, root, _TAG))
@@ -297,7 +289,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
 def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
     """The parcel is the root's; the others get what it has sent."""
     options = _now(BroadcastOptions, root)
-    head = new_memory(CELL_BYTES) if parcel is None else parcel.cell(CELL_BYTES)
+    head = new_memory(CELL_BYTES) if parcel is None else parcel.memory[:CELL_BYTES]
     _wait([backend.broadcast([as_tensor(head)], options)])
     if head_bytes(head) > CELL_BYTES:
         head = _memory_for(head) if parcel is None else parcel.head()
@@ -317,7 +309,7 @@ def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incom
         _wait([backend.scatter([as_tensor(cell)], [], options)])
         [incoming] = _receive_rest(backend, [(root, cell)], _TAG)
         return incoming
-    cells = [as_tensor(parcel.cell(room)) for parcel in parcels]
+    cells = [as_tensor(parcel.memory[:room]) for parcel in parcels]
     _wait([backend.scatter([as_tensor(cell)], [cells], options)])
     works = []
     for peer, parcel in enumerate(parcels):

@@ -29,7 +29,7 @@ import torch
 # Memory of this size travels by itself: one more message costs less than two copies.
 ASIDE_BYTES = 1 << 17
 
-# A head is in memory of at least this size, for cell().
+# A head is in memory of at least this size.
 CELL_BYTES = 4096
 
 _FRONT = struct.Struct("<IIQ")
@@ -44,16 +44,13 @@ class Parcel:
     """Objects that a rank sends, or has received."""
 
     def __init__(self, memory: memoryview, asides: Sequence[torch.Tensor]) -> None:
-        self.memory = memory  # begins with the head
+        # Begins with the head, which may be longer than the part of it that others get first.
+        self.memory = memory
         self.asides = asides  # as bytes
 
     def head(self) -> memoryview:
         """The head, and nothing behind it."""
         return self.memory[: head_bytes(self.memory)]
-
-    def cell(self, size: int) -> memoryview:
-        """The first `size` bytes, up to CELL_BYTES: the head, or the beginning of a longer one."""
-        return self.memory[:size]
 
     def copy(self) -> Incoming:
         """One whose objects share no memory with those that were packed."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mycoll import _create, _gloo, _patch
+from mycoll import _create, _gloo, _groups
 from mycoll._log import log
 from mycoll._native import CPU, REPLACE, native
 
@@ -45,7 +45,11 @@ def install() -> None:
     if real is None:  # torch itself raises an error if a program uses gloo
         return
     try:
-        module = _usable()
+        if (value := os.environ[REPLACE]) != "gloo":
+            raise ValueError(f"{REPLACE}={value} is not valid: expected gloo")
+        if _gloo.is_wanted(None):
+            raise ImportError(f"{CPU}=gloo asks for torch's gloo")
+        module = native()
     except Exception as error:
         _report_later(real, error)
         return
@@ -54,18 +58,9 @@ def install() -> None:
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names and not os.environ.get(_INTERFACES):
         os.environ[_INTERFACES] = f"={names}"
-    _patch.rebind("ProcessGroupGloo", real, _make_class(module, real))
-    _patch.replace("_new_process_group_helper", _wrap_new_process_group_helper)
+    _groups.rebind("ProcessGroupGloo", real, _make_class(module, real))
+    _groups.replace("_new_process_group_helper", _wrap_new_process_group_helper)
     log.info("mycoll: answers to gloo's name in this process, as %s says", REPLACE)
-
-
-def _usable() -> Any:
-    """The compiled module, if mycoll can replace gloo; an exception says why not."""
-    if (value := os.environ[REPLACE]) != "gloo":
-        raise ValueError(f"{REPLACE}={value} is not valid: expected gloo")
-    if _gloo.is_wanted(None):
-        raise ImportError(f"{CPU}=gloo asks for torch's gloo")
-    return native()
 
 
 def _report_later(real: Any, error: Exception) -> None:

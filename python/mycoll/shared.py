@@ -1,10 +1,5 @@
 """CPU tensors that the other ranks of a host read in place.
 
-    with mycoll.shared_tensors():
-        model = Model()
-        model = DistributedDataParallel(model)
-        train(model)
-
 When the ranks of a host pass such tensors, or views of them, to a collective, no other memory is
 involved. Ranks may mix them with ordinary tensors. See docs/performance.md.
 """

@@ -1,13 +1,5 @@
 """One-sided communication: memory of each rank that the others write to, and read where they can.
 
-    window = mycoll.new_window(mycoll.zeros(1 << 20))
-    if rank == 0:
-        window.put(chunk, 1, 0, False)
-        window.signal(1, False)
-    elif rank == 1:
-        window.wait_signal(0, False)
-    window.tensor_deregister()
-
 The same calls as torch's own windows (torch 2.14 and later), under all versions of torch. See
 docs/guide.md.
 """

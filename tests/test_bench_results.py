@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from mycoll import bench, launch
@@ -184,19 +185,22 @@ class TestReport:
 
 class TestPlot:
     rows = (example_row(), example_row(size=4096), example_row(contender="fake"))
+    header = MappingProxyType(
+        {"machine": {"cpu": "x", "usable_cores": 2}, "versions": {"torch": "2", "mycoll": "0"}}
+        | {"date": "today"}
+    )
 
     def test_picture(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         picture = tmp_path / "out.png"
-        header = {"machine": {"cpu": "x", "usable_cores": 2}, "versions": {"torch": "2"}}
-        assert str(picture) in draw(str(picture), header, self.rows)
+        assert str(picture) in draw(str(picture), self.header, self.rows)
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     def test_only_the_floor(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         floor = example_row(contender="fake", contender_kind="floor")
         picture = tmp_path / "out.png"
-        assert str(picture) in draw(str(picture), {}, [floor, replace(floor, size=4096)])
+        assert str(picture) in draw(str(picture), self.header, [floor, replace(floor, size=4096)])
 
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)

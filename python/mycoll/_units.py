@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
 
+_MOST = 10**6
 _SHIFTS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -48,29 +48,22 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def _parser(
-    kind: Callable[[str], Number], what: str, low: float, high: float, bounds: str
-) -> Callable[[str], Number]:
+def at_least(low: Number) -> Callable[[str], Number]:
+    """Returns a parser of numbers, whole ones if `low` is: not NaN, and not infinite."""
+    kind = type(low)
+
     def parse(text: str) -> Number:
         try:
             value = kind(text)
         except ValueError:
+            what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"'{text}' is not {what}") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {bounds}")
+        if not low <= value <= _MOST:
+            most = "" if value < low else f", and at most {_MOST:g}"
+            raise argparse.ArgumentTypeError(f"must be at least {low:g}{most}")
         return value
 
     return parse
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers."""
-    return _parser(int, "a whole number", minimum, math.inf, f"at least {minimum}")
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    """Returns a parser of numbers from low to high: not NaN, and not infinite."""
-    return _parser(float, "a number", low, high, f"from {low:g} to {high:g}")
-
-
-seconds = between(0.1, 1e6)
+seconds = at_least(0.1)

@@ -46,12 +46,8 @@ class Arena:
 
     def window(self, index: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """`count` elements at a byte offset of a window; the offset is a multiple of a line."""
-        begin = self.begin(index, offset)
+        begin = index * self._stride + offset
         return self.memory[begin : begin + count * dtype.itemsize].view(dtype)
-
-    def begin(self, index: int, offset: int) -> int:
-        """The first byte of what lies at a byte offset of a window."""
-        return index * self._stride + offset
 
     def refill(self, dtype: torch.dtype) -> None:
         """Ones everywhere.

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mycoll._terminal import Parser, columns, note, paint
-from mycoll._units import between, show_microseconds, show_size
+from mycoll._terminal import FAILED, Parser, columns, note, paint
+from mycoll._units import at_least, show_microseconds, show_size
 from mycoll.bench.report import read_results
 from mycoll.bench.result import Interval, Row, unpaired_ratio
 
 _Key = tuple[str, int, str, str, int, str, int]
-_BAD_USE = 2
 _COLOURS = {"faster": "green", "slower": "red", "same": "dim", "unsure": "yellow"}  # by verdict
 
 
@@ -85,7 +84,7 @@ def compare_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("before", metavar="BEFORE.jsonl")
     parser.add_argument("after", metavar="AFTER.jsonl")
-    parser.add_argument("--threshold", type=between(0, 1e6), default=5.0, help="percent (5)")
+    parser.add_argument("--threshold", type=at_least(0.0), default=5.0, help="percent (5)")
     text = "compare times in units of a backend that is in both runs: two runs on a busy machine "
     text += "differ by more than two backends in one run"
     parser.add_argument("--relative-to", default="", metavar="BACKEND", help=text)
@@ -101,7 +100,7 @@ def compare_main(argv: Sequence[str]) -> int:
             raise ValueError("the runs have no row in common")
     except (OSError, ValueError) as cause:
         print(f"mycoll bench compare: {cause}", file=sys.stderr)
-        return _BAD_USE
+        return FAILED
     count = {verdict: sum(each.verdict == verdict for each in changes) for verdict in _COLOURS}
     shown = [each for each in changes if each.verdict != "same"]
     if found.json:

@@ -6,11 +6,8 @@ benchmarks/peers adds MPIs to them.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import importlib
-import os
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -132,7 +129,7 @@ class TorchContender(Contender):
         self._host_times = []
 
 
-Copy = Callable[[World, torch.Tensor, torch.Tensor], Call]
+Copy = Callable[[torch.Tensor, torch.Tensor], Call]  # of a target and a source
 
 
 class CopyContender(Contender):
@@ -154,7 +151,7 @@ class CopyContender(Contender):
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
-            self._calls.append(self._copy(self.world, target, source))
+            self._calls.append(self._copy(target, source))
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
@@ -170,32 +167,13 @@ class CopyContender(Contender):
         self._calls = []
 
 
-def _copy_by_torch(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+def _copy_by_torch(target: torch.Tensor, source: torch.Tensor) -> Call:
     return partial(target.copy_, source)
 
 
-def _copy_streaming(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+def _copy_streaming(target: torch.Tensor, source: torch.Tensor) -> Call:
     copy = native().copy_streaming
     return partial(copy, target.data_ptr(), source.data_ptr(), target.numel())
-
-
-def _copy_from_peer(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
-    """A copy of the next rank's `source` by the kernel, as single copy does. All ranks of this host
-    make one."""
-    places = world.gather_all((os.getpid(), source.data_ptr()))
-    process, address = places[(world.rank + 1) % world.size]
-    ours, theirs = (
-        ctypes.create_string_buffer(struct.pack("PN", place, target.numel()))
-        for place in (target.data_ptr(), address)
-    )
-    return partial(ctypes.CDLL(None).process_vm_readv, process, ours, 1, theirs, 1, 0)
-
-
-def _can_copy_from_peer(world: World) -> bool:
-    source = torch.zeros(8, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    is_near = world.local_size == world.size
-    return is_near and all(world.gather_all(_copy_from_peer(world, target, source)() == 8))
 
 
 def _new_group(name: str, options: Options) -> Group:
@@ -236,8 +214,4 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             found.append(CopyContender("copy-nt", world, options.hot, _copy_streaming))
         else:
             absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
-        if _can_copy_from_peer(world):
-            found.append(CopyContender("copy-peer", world, options.hot, _copy_from_peer))
-        else:
-            absent.append("copy-peer: a rank cannot read the memory of the next one")
     return found, absent

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mycoll._terminal import Parser
-from mycoll._units import at_least, between, parse_size, seconds
+from mycoll._units import at_least, parse_size, seconds
 
 _OPERATIONS = (
     "all_reduce broadcast reduce all_gather reduce_scatter all_to_all gather scatter barrier "
-    "sendrecv pingpong bandwidth put"
+    "sendrecv pingpong bandwidth"
 )
 _DTYPES = (
     "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 int64 bool "
@@ -93,7 +93,7 @@ def _parser() -> Parser:
     count: dict[str, Any] = {"type": at_least(0), "metavar": "N"}
     add("-b", "--minbytes", default=8, **size, help="smallest size (default 8)")
     add("-e", "--maxbytes", default=64 << 20, **size, help="largest size (default 64M)")
-    factor = between(1.01, 1e6)  # from 1 byte to the largest size in less than 5,000 steps
+    factor = at_least(1.01)  # from 1 byte to the largest size in less than 5,000 steps
     add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
     text = "calls in a round (default: 20 ms)"
     add("-n", "--iters", dest="iterations", default=0, **count, help=text)

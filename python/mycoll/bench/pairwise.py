@@ -1,5 +1,4 @@
-"""Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them; and
-the rate of puts, which the other rank takes no part in.
+"""Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them.
 
 Ranks 0 and 1 communicate; the others, if any, wait.
 """
@@ -16,7 +15,6 @@ from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.patterns import Pattern, poison
 from mycoll.bench.workload import PAIR, Call, Case, Group, Unsupported, Workload
 from mycoll.bench.world import World
-from mycoll.windows import new_window
 
 _WINDOW = 16
 
@@ -125,42 +123,7 @@ class BandwidthWorkload(_Pairwise):
         return transfer
 
 
-class PutWorkload(_Pairwise):
-    """Rank 1 says that it is ready; sixteen puts, and a signal. The time is one put's."""
-
-    messages = length = _WINDOW
-    is_one_way = True
-
-    def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(case, world, hot)
-        if world.device.type != "cpu":
-            raise Unsupported("windows are of CPU tensors")
-
-    def calls(self, group: Group) -> Sequence[Call]:
-        # A collective call; the arenas of the two ranks have the same shape.
-        self._window = new_window(self.arena.memory, group)
-        return super().calls(group)
-
-    def call(self, index: int, group: Group) -> Call:
-        arena, window, peer = self.arena, self._window, self.peer
-        used = [at % arena.windows for at in range(index, index + _WINDOW)]
-        puts = [(self.outgoing(at).view(torch.uint8), arena.begin(at, self._offset)) for at in used]
-
-        def give() -> None:
-            window.wait_signal(peer, False)
-            for work in [window.put(tensor, peer, where, True) for tensor, where in puts]:
-                work.wait()
-            window.signal(peer, False)
-
-        def take() -> None:
-            window.signal(peer, False)
-            window.wait_signal(peer, False)
-
-        return give if self.world.rank == 0 else take
-
-
 PAIRWISE: dict[str, type[_Pairwise]] = {
     "pingpong": PingPongWorkload,
     "bandwidth": BandwidthWorkload,
-    "put": PutWorkload,
 }

@@ -13,7 +13,6 @@ from mycoll.bench.result import LEGEND, Row
 # Colours that colour-blind people can tell apart (Okabe and Ito); the subject comes first.
 _COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 _STYLE = {
-    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -21,7 +20,6 @@ _STYLE = {
     "font.size": 9,
     "grid.color": "#E5E5E5",
     "legend.frameon": False,
-    "lines.markersize": 3,
 }
 _DASHES = {"fake": "dotted", "copy": "dashed"}
 
@@ -37,7 +35,7 @@ def undrawable(path: str) -> str:
     return "" if not ending or ending in known else f"'{path}' must end in {', '.join(known)}"
 
 
-def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:
+def draw(path: str, header: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Writes the picture; returns a line that says what happened."""
     if reason := undrawable(path):
         return f"# no plot: {reason}"
@@ -95,10 +93,8 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     axes.set_xlabel("size")
 
 
-def _subtitle(header: Mapping[str, object]) -> str:
-    machine, versions = header.get("machine"), header.get("versions")
-    if not (isinstance(machine, dict) and isinstance(versions, dict)):
-        return ""
-    about = f"{machine.get('cpu')}, {machine.get('usable_cores')} cores"
-    about += f"   torch {versions.get('torch')}, mycoll {versions.get('mycoll')}"
-    return f"{about}   {header.get('date', '')}"
+def _subtitle(header: Mapping[str, Any]) -> str:
+    machine, versions = header["machine"], header["versions"]
+    about = f"{machine['cpu']}, {machine['usable_cores']} cores"
+    about += f"   torch {versions['torch']}, mycoll {versions['mycoll']}"
+    return f"{about}   {header['date']}"

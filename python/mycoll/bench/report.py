@@ -8,14 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-from mycoll._terminal import columns, paint
+from mycoll._terminal import FAILED, columns, paint
 from mycoll._units import show_microseconds, show_size
 from mycoll.bench.options import Options
 from mycoll.bench.plot import undrawable
 from mycoll.bench.result import Row
-
-_BAD_USE = 2
-
 
 # The columns of the table; the fifth is a gap.
 _SIZES = (-10, -9, -9, -8, 0, 12, 0)
@@ -78,7 +75,7 @@ def misused(how: str, is_shown: bool = True) -> int:
     """Prints what is wrong with the command line, on one of the ranks; returns the exit code."""
     if is_shown:
         print(f"mycoll bench: {how}", file=sys.stderr)
-    return _BAD_USE
+    return FAILED
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Row)}

@@ -24,8 +24,6 @@ from mycoll.bench.world import World, header, join, missing_device
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
-_FAILED = 1
-
 
 def run_rank(options: Options, arguments: list[str], gather: Gather | None = None) -> int:
     """Measures, as one of the ranks that a launcher has started; returns the exit code.
@@ -89,7 +87,7 @@ def _verdict(rows: Sequence[Row], history: History) -> int:
         print(paint(f"# failed: {', '.join(sorted(history.failed))}", "red"))
     end = f"# wrong elements: {wrong}" if rows else "# nothing was measured"
     print(paint(end, "red") if wrong or not rows else end, flush=True)
-    return _FAILED if wrong or history.failed or not rows else 0
+    return 1 if wrong or history.failed or not rows else 0
 
 
 def step(number: int, of: int, title: str, spent: float) -> str:

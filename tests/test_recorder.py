@@ -289,7 +289,6 @@ def test_call_sites_in_odd_places(tmp_path, folder) -> None:
     assert run.returncode == 0, error
     for suffix, names in (("", ["step"]), ("_of_child", ["other", "step"])):
         calls = remembered(Path(f"{out}{suffix}"))
-        assert all(each.file.endswith("/train.py") for each in calls)
         sites = [f"train.py:{5 if name == 'step' else 7} in {name}" for name in names]
         assert [each.site for each in calls] == sites
 

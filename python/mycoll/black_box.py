@@ -44,7 +44,6 @@ class Operation:
     out_bytes: int = 0
     element_bytes: int = 1  # 0: not known
     site: str = ""  # "train.py:57 in step"
-    file: str = ""  # the path of train.py
     id: int = 0  # counts the calls of the process
     on_device: bool = False
     composite: bool = False
@@ -343,7 +342,10 @@ class _Box:
     def _operation(self, row: dict[str, Any]) -> Operation:
         layout = self.layout
         flags = {name for bit, name in enumerate(layout["flags"]) if row["flags"] >> bit & 1}
-        function, file, line = self._site(row["site"])
+        sites = layout["sites"]
+        begin = sites["at"] + row["site"] * sites["bytes"]
+        site = self.data[begin : begin + sites["bytes"]] if row["site"] else b"\n\n"
+        function, file, line = site.split(b"\0", 1)[0].decode(errors="replace").split("\n")
         kind = layout["operations"][row["kind"]]
         types, reductions = layout["dtypes"], layout["reduce_ops"]
         is_known = row["dtype"] < len(types)
@@ -363,7 +365,6 @@ class _Box:
             out_bytes=row["outBytes"],
             element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
             site=f"{Path(file).name}:{line} in {function}" if file else "",
-            file=file,
             on_device="device" in flags,
             composite="composite" in flags,
             **{name: row[name] for name in alike},
@@ -371,13 +372,6 @@ class _Box:
 
     def _moment(self, nanos: int) -> float | None:
         return (nanos + self.offset) / 1e9 if nanos else None
-
-    def _site(self, number: int) -> list[str]:
-        """The function, file and line of a call."""
-        sites = self.layout["sites"]
-        start = sites["at"] + number * sites["bytes"]
-        text = self.data[start : start + sites["bytes"]] if number else b"\n\n"
-        return text.split(b"\0", 1)[0].decode(errors="replace").split("\n")
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -399,7 +393,7 @@ def load_all(paths: list[Path]) -> tuple[list[Process], list[str]]:
     problems: list[str] = []
     for path in paths:
         try:
-            files = _traces_below(path) if path.is_dir() else [path]
+            files = _traces_below(path) if path.is_dir() else [path] if path.exists() else []
         except OSError as error:
             problems.append(f"{path} cannot be read: {error}")
             continue

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mycoll._terminal import Progress
+from mycoll._units import show_seconds
 
 CLASSES = 3
 
@@ -63,8 +64,9 @@ def train(steps: int, batch: int = 256) -> nn.Module:
             dist.all_reduce(means)
             means /= dist.get_world_size()
             line = f"  step {step:5d}  loss {means[0]:.4f}  accuracy {means[1]:6.1%}"
-            line += f"  {step / (time.perf_counter() - start):5.0f} steps/s"
-            progress.show(f"{line}, {step / steps:.0%}")
+            spent = time.perf_counter() - start
+            line += f"  {step / spent:5.0f} steps/s"
+            progress.show(f"{line}, about {show_seconds(spent / step * (steps - step))} left")
             if step in (1, steps) or step % max(1, steps // 10) == 0:
                 progress.hide()
                 say(line)

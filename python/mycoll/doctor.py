@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from mycoll import _gloo, _terminal
-from mycoll._load import NotUsable
 from mycoll._native import native, native_module, unknown_variables
 from mycoll._units import show_size
 from mycoll._version import __version__
@@ -71,13 +70,8 @@ def main(words: Sequence[str] = ()) -> int:
         rows = [asdict(each) for each in results]
         print(json.dumps({"ok": not failed, "findings": rows}, indent=2))
     else:
-        print(f"\n{counted(failed, 'problem')}, {counted(warned, 'warning')}")
+        print(f"\nproblems: {failed}, warnings: {warned}")
     return 1 if failed else 0
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun, as in "2 problems"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def title(check: Check) -> str:
@@ -124,9 +118,8 @@ def check_torch() -> Iterator[Result]:
     try:
         built = native().torch_version
     except ImportError as error:
-        problem, fix = str(error), "install mycoll again"
-        if isinstance(error, NotUsable):
-            problem, fix = error.problem, error.fix
+        problem = getattr(error, "problem", str(error))
+        fix = getattr(error, "fix", "install mycoll again")
         yield Result("torch", f"{torch.__version__}: {problem}", FAIL, fix)
         return
     minor = ".".join(str(built).split(".")[:2])
@@ -245,12 +238,9 @@ def check_network() -> Iterator[Result]:
 def check_memory() -> Iterator[Result]:
     """Yields whether memory can be shared, and the limits of this process."""
     try:
-        descriptor = os.memfd_create("mycoll-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, MIB)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.memfd_create("mycoll-doctor", os.MFD_ALLOW_SEALING), "wb") as file:
+            file.truncate(MIB)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         yield Result("shm", "sealed memfd works; /dev/shm and its size limit are not used")
     except OSError as error:
         fix = "allow memfd_create in the container's seccomp profile, or MYCOLL_TRANSPORT=tcp"

@@ -158,7 +158,11 @@ def _spawn(
             ranks.append(_Rank(rank, process, receiver))
         _collect(ranks, timeout, is_command)
         if failures := {each.number: each.failure for each in ranks if each.failure is not None}:
-            raise _error(failures, nprocs)
+            first = min(failures, key=lambda n: (failures[n].is_consequence, failures[n].when))
+            message = f"rank {first} of {nprocs} failed:\n\n{failures[first].text.rstrip()}"
+            if others := ", ".join(str(rank) for rank in failures if rank != first):
+                message += f"\n\nAfter it failed: rank {others}."
+            raise SpawnError(message, first, failures[first].cause)
         return [pickle.loads(each.result) for each in ranks]
     finally:
         _stop(ranks)
@@ -218,15 +222,6 @@ def _collect(ranks: list[_Rank], timeout: float | None, is_command: bool) -> Non
                 numbers = ", ".join(str(each.number) for each in waiting)
                 raise TimeoutError(f"no result after {timeout:g} s from rank {numbers}; stopped")
             return
-
-
-def _error(failures: dict[int, _Failure], nprocs: int) -> SpawnError:
-    """The error of the rank that failed first; the keys are ranks."""
-    first = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].when))
-    message = f"rank {first} of {nprocs} failed:\n\n{failures[first].text.rstrip()}"
-    if others := ", ".join(str(rank) for rank in failures if rank != first):
-        message += f"\n\nAfter it failed: rank {others}."
-    return SpawnError(message, first, failures[first].cause)
 
 
 def _describe_end(code: int | None) -> str:

@@ -122,9 +122,6 @@ def labelled(process: Process, group: Group | None, operation: str = "") -> str:
     labels = {"rank": str(process.rank), "pid": str(process.pid)}
     labels |= {"group": group.name, "description": group.description} if group else {"group": ENDED}
     labels["operation"] = operation
-    return "{" + ",".join(f'{key}="{escaped(each)}"' for key, each in labels.items() if each) + "}"
-
-
-def escaped(text: str) -> str:
-    """The value of a label."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    for key, text in labels.items():
+        labels[key] = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return "{" + ",".join(f'{key}="{each}"' for key, each in labels.items() if each) + "}"

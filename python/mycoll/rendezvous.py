@@ -116,7 +116,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     if rank is None or size is None or not 0 <= rank < size:
         raise RuntimeError(
             f"mpi://: {launcher.name} says rank {rank} of {size} "
-            f"({_either(launcher.rank)} and {_either(launcher.size)}): not usable"
+            f"({launcher.rank} and {launcher.size.replace(' ', ' or ')}): not usable"
         )
     local_size = _number(environment, launcher.local_size)
     nodes = _number(environment, launcher.nodes)
@@ -131,10 +131,6 @@ def find_place(environment: Mapping[str, str]) -> Place:
         _host(environment, launcher, is_one_node=size == 1 or local_size == size),
         _port(environment, launcher),
     )
-
-
-def _either(names: str) -> str:
-    return names.replace(" ", " or ")
 
 
 def _value(environment: Mapping[str, str], names: str) -> str:

@@ -56,8 +56,7 @@ def _slices(groups: Groups, base: float) -> Iterator[Event]:
             for operation in sorted(group.operations, key=lambda each: each.enqueued):
                 if not operation.enqueued:
                     continue
-                is_over = operation.is_over and operation.ended is not None
-                end = operation.ended if is_over and operation.ended else process.taken
+                end = (operation.is_over and operation.ended) or process.taken
                 free = (row for row, last in enumerate(ends) if last <= operation.enqueued)
                 row = min(next(free, len(ends)), _ROWS - 1)
                 ends[row : row + 1] = [end]

@@ -50,16 +50,11 @@ def main(words: Sequence[str]) -> int:
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
         parser.error("--live compares processes that run; name no traces with it")
-    problems: list[str] = []
     if parsed.live:
         found = black_box.find()
-        if not found:
-            problems.append(black_box.NOBODY)
-    elif parsed.trace or default_folder().is_dir():
-        found, problems = load_all(parsed.trace or [default_folder()])
+        problems = [] if found else [black_box.NOBODY]
     else:
-        found = []
-        problems.append(f"no traces in {default_folder()}, where groups that fail leave them")
+        found, problems = load_all(parsed.trace or [default_folder()])
     for problem in problems:
         print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:

@@ -36,7 +36,7 @@ def spirals(points: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arm
 
 
-def train(steps: int, batch: int = 256) -> nn.Module:
+def train(steps: int) -> nn.Module:
     """Returns the trained model."""
     torch.manual_seed(0)  # DDP would broadcast rank 0's weights anyway
     layers: list[nn.Module] = []
@@ -51,7 +51,7 @@ def train(steps: int, batch: int = 256) -> nn.Module:
     progress = Progress(dist.get_rank() == 0)
     start = time.perf_counter()
     for step in range(1, steps + 1):
-        chosen = torch.randint(len(points), (batch,))
+        chosen = torch.randint(len(points), (256,))
         loss = nn.functional.cross_entropy(model(points[chosen]), arms[chosen])
         optimizer.zero_grad()
         loss.backward()

@@ -111,8 +111,7 @@ def _parser() -> Parser:
     add("--memory", choices=memory, default="private", help=text)
     add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
-    text = "also time copies by all ranks together: of their own memory, and of another rank's"
-    add("--limit", action="store_true", help=text)
+    add("--limit", action="store_true", help="also time copies of memory by all ranks together")
     text = "timeout of a group, in seconds"
     add("--timeout", dest="timeout_seconds", type=seconds, default=120.0, metavar="S", help=text)
     add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")

@@ -143,7 +143,7 @@ class TestRuns:
         assert {"machine", "versions", "environment", "arguments", "date"} <= header.keys()
         kinds = {row.contender: row.contender_kind for row in rows}
         assert kinds["gloo"] == kinds["gloo#2"] == "backend"
-        assert kinds["fake"] == "floor" and kinds["copy"] == "limit"
+        assert kinds["fake"] == "floor" and kinds["copy"] == kinds["copy-peer"] == "limit"
         assert {row.op for row in rows} == set(operations)
         for row in rows:
             assert row.wrong == 0 if row.contender_kind == "backend" else row.wrong is None

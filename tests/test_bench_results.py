@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 from mycoll import bench, launch
 from mycoll._units import show_seconds
-from mycoll.bench import main
+from mycoll.bench import main, run
 from mycoll.bench.compare import compare
 from mycoll.bench.plot import draw, undrawable
 from mycoll.bench.report import ratio, read_results, table_header, table_line, unwritable
@@ -201,6 +201,23 @@ class TestPlot:
         floor = example_row(contender="fake", contender_kind="floor")
         picture = tmp_path / "out.png"
         assert str(picture) in draw(str(picture), self.header, [floor, replace(floor, size=4096)])
+
+    def test_by_default_it_is_drawn_where_it_can_be(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        lines = iter(["# plot: mycoll-bench.png", "# no plot: no reason", "# no plot: no reason"])
+        drawn: list[str] = []
+        monkeypatch.setattr(run, "draw", lambda path, *_: [drawn.append(path), next(lines)][1])
+        run.print_plot(None, {}, self.rows)
+        run.print_plot(None, {}, self.rows)
+        assert capsys.readouterr().out == "# plot: mycoll-bench.png\n"
+        run.print_plot("x.png", {}, self.rows)
+        assert capsys.readouterr().out == "# no plot: no reason\n"
+        assert drawn == [run.DEFAULT_PLOT, run.DEFAULT_PLOT, "x.png"]
+        (tmp_path / run.DEFAULT_PLOT).mkdir()
+        run.print_plot(None, {}, self.rows)
+        assert not capsys.readouterr().out and len(drawn) == 3
 
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +76,22 @@ def test_nested_blocks(world):
 @pytest.mark.worlds(2)
 def test_blocks_of_two_threads(world):
     world.run(blocks_of_two_threads)
+
+
+def tensors_that_share_memory(ctx: Ctx) -> None:
+    """Each is reduced as it was before the call, whatever its size."""
+    total = float(sum(range(1, ctx.size + 1)))
+    for count in (4, 100_000):
+        x = torch.full((count + 2,), ctx.rank + 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_reduce_coalesced([x[1:-1], x[1:-1], x[2:], x[:-2]])
+        ctx.same(x, torch.full((count + 2,), total), f"of {count}")
+
+
+@pytest.mark.worlds(2, 3)
+def test_tensors_that_share_memory(world):
+    world.run(tensors_that_share_memory)
 
 
 def lazily_conjugated_beside_others(ctx: Ctx) -> None:

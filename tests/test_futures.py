@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -105,6 +106,89 @@ def program_goes_on(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_calls_after_a_pending_future(world):
     world.run(program_goes_on)
+
+
+def nested_order(ctx: Ctx, query: str) -> None:
+    """A callback queries the Work of a collective that it has called behind another callback. On
+    rank 0 all callbacks run in then(), on the others on threads of their own."""
+    group, started = dist.new_group(), dist.new_group()
+    x, y = torch.ones(4), torch.full((4,), 100.0)
+    waits: list[torch.futures.Future | dist.Work] = []
+
+    def inner(_: torch.futures.Future) -> None:
+        time.sleep(0.02)
+        dist.all_reduce(x, group=group)
+
+    def outer(_: torch.futures.Future) -> None:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        waits.append(work.get_future().then(inner))
+        work = dist.all_reduce(y, group=group, async_op=True)
+        if query == "poll":
+            work.is_completed()
+        elif query == "future":
+            work.get_future()
+        elif query == "wait":
+            work.wait()
+        waits.append(work)
+
+    first = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    if ctx.rank == 0:
+        first.wait()
+    future = first.get_future().then(outer)
+    dist.barrier(started)  # of another group: the callbacks of the others run meanwhile
+    future.wait()
+    for each in waits:
+        each.wait()
+    close(ctx, x, torch.full((4,), float(ctx.size)), "called by the inner callback")
+    close(ctx, y, torch.full((4,), 100.0 * ctx.size), "called by the outer one")
+    dist.destroy_process_group(group)
+    dist.destroy_process_group(started)
+
+
+@pytest.mark.parametrize("query", ["poll", "future", "wait"])
+@pytest.mark.worlds(3)
+def test_a_callback_that_queries_its_own_call(world, query):
+    world.run(nested_order, query)
+
+
+def inputs_written_by_callbacks(ctx: Ctx, is_async: bool) -> None:
+    """An operation reads its inputs after the callbacks before it, also those that it copies."""
+    multiply = dist._make_nccl_premul_sum(1.0)
+    n = ctx.size
+    reductions = {
+        "contiguous": lambda x: dist.all_reduce(x, async_op=is_async),
+        "transposed": lambda x: dist.all_reduce(x.t(), async_op=is_async),
+        "coalesced": lambda x: dist.all_reduce_coalesced([x, torch.ones(1)], async_op=is_async),
+        "multiplied": lambda x: dist.all_reduce(x, multiply, async_op=is_async),
+        "gathered": lambda x: dist.all_gather_into_tensor(
+            x.flatten()[:n], x.flatten()[1:2], async_op=is_async
+        ),
+    }
+    for name, call in reductions.items():
+        x = torch.ones(2, 3)
+        first = dist.all_reduce(torch.ones(1), async_op=True)
+        if ctx.rank == 0:
+            first.wait()
+
+        def multiplied(_: torch.futures.Future, x: torch.Tensor = x) -> None:
+            time.sleep(0.02)
+            x.mul_(10)
+
+        future = first.get_future().then(multiplied)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            work = call(x)
+        if work:
+            work.wait()
+        future.wait()
+        want = 10.0 if name == "gathered" else 10.0 * n
+        ctx.equal(float(x[0, 0]), want, name)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.worlds(3)
+def test_inputs_that_callbacks_write(world, is_async):
+    world.run(inputs_written_by_callbacks, is_async)
 
 
 def other_group_first(ctx: Ctx) -> None:

@@ -71,6 +71,12 @@ def expanded_in_place(ctx: Ctx) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
         want = (torch.arange(14.0).reshape(2, 7) + ctx.size - 1)[:, 1:5]
         ctx.same(x, want.unsqueeze(1).expand(2, 3, 4))
+    with ctx.case("reduce"):
+        for op in (dist.ReduceOp.SUM, dist._make_nccl_premul_sum(1.0)):
+            x = torch.full((1,), float(ctx.rank)).expand(4)
+            dist.reduce(x if ctx.rank != 1 else x.clone(), 0, op)
+            if ctx.rank == 0:
+                ctx.same(x, torch.full((4,), float(total)))
     with ctx.case("all_reduce_coalesced"):
         several = [torch.full((1,), float(ctx.rank + i)).expand(4) for i in range(3)]
         with warnings.catch_warnings():
@@ -78,6 +84,23 @@ def expanded_in_place(ctx: Ctx) -> None:
             dist.all_reduce_coalesced([*several, torch.ones(2)])
         for i, x in enumerate(several):
             ctx.same(x, torch.full((4,), float(total + i * ctx.size)))
+
+
+def cut_anywhere(ctx: Ctx) -> None:
+    """Without splits, all_to_all_single needs parts of equal size, not rows."""
+    for shape in ((1, 2 * ctx.size), (ctx.size + 1, ctx.size), (2 * ctx.size,)):
+        x = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 100 * ctx.rank
+        out = torch.zeros(shape)
+        dist.all_to_all_single(out, x)
+        part = x.numel() // ctx.size
+        mine = torch.arange(float(part)) + ctx.rank * part
+        want = torch.cat([mine + 100 * rank for rank in range(ctx.size)])
+        ctx.same(out, want.reshape(shape))
+
+
+@pytest.mark.worlds(1, 3)
+def test_all_to_all_single_without_rows(world):
+    world.run(cut_anywhere)
 
 
 @pytest.mark.worlds(2, 3)

@@ -88,8 +88,7 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
   const UserCall caller = enter("broadcast");
   checkRoot(caller, "src", opts.rootRank);
   const bool isRoot = opts.rootRank == caller.rank;
-  at::Tensor part;
-  const at::Tensor& tensor = narrowed(single(caller, "tensor", tensors), &part);
+  const at::Tensor& tensor = single(caller, "tensor", tensors);
   checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
   Request request(caller, c10d::OpType::BROADCAST, opts);
   const Span span = isRoot ? request.input(tensor) : request.output(tensor);
@@ -127,11 +126,11 @@ void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
 
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const UserCall caller = enter("reduce");
-  at::Tensor part;
-  const at::Tensor& tensor = narrowed(single(caller, "tensor", tensors), &part);
+  const at::Tensor& tensor = single(caller, "tensor", tensors);
   checkRoot(caller, "dst", opts.rootRank);
   const bool isRoot = opts.rootRank == caller.rank;
-  checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/isRoot);
+  at::Tensor part;  // other ranks may pass an expanded tensor, or one like it
+  checkOneOf(caller, Argument{"tensor"}, narrowed(tensor, &part), /*isOutput=*/isRoot);
   Request request(caller, c10d::OpType::REDUCE, opts);
   Call& call = request.addReduction(OpKind::kReduce, tensor, opts.reduceOp);
   call.root = static_cast<int>(opts.rootRank);

@@ -231,41 +231,59 @@ def guard_coalescing() -> None:
     replace("_coalescing_manager", _wrap_coalescing_manager)
 
 
-class _Operations(list[Any]):
-    """The collectives that torch records while a block is open, for the thread that opened it."""
+class _Blocks(dict[ProcessGroup, Any]):
+    """torch's dict of the open blocks, by group. Only the thread that has opened a block of a group
+    of mycoll sees it: callbacks run on other threads, and torch would record their collectives, as
+    if they were part of the block."""
 
-    __slots__ = ("group", "thread")
+    class Own(threading.local):
+        def __init__(self) -> None:
+            self.blocks: dict[ProcessGroup, Any] = {}
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.thread = threading.get_ident()
+    def __init__(self, others: dict[ProcessGroup, Any]) -> None:
+        super().__init__(others)
+        self.own = self.Own()
 
-    def append(self, operation: Any) -> None:
-        if threading.get_ident() != self.thread:
-            raise self.error("another thread is coalescing operations of this group")
-        super().append(operation)
+    def __contains__(self, group: object) -> bool:
+        return group in self.own.blocks or super().__contains__(group)
 
-    def error(self, text: str) -> Exception:
-        error: Exception = native().ArgumentError(
-            f"mycoll group '{self.group.group_name}': _coalescing_manager: {text}"
-        )
-        return error
+    def __getitem__(self, group: ProcessGroup) -> Any:
+        return self.own.blocks[group] if group in self.own.blocks else super().__getitem__(group)
+
+    def setdefault(self, group: ProcessGroup, default: Any = None) -> Any:
+        if group in self.own.blocks:
+            return self.own.blocks[group]
+        return super().setdefault(group, default)
+
+    def pop(self, group: ProcessGroup, *default: Any) -> Any:
+        is_own = group in self.own.blocks
+        return self.own.blocks.pop(group) if is_own else super().pop(group, *default)
+
+
+def _own_blocks() -> dict[ProcessGroup, Any]:
+    world = distributed_c10d._world
+    if not isinstance(world._pg_coalesce_state, _Blocks):
+        world._pg_coalesce_state = _Blocks(world._pg_coalesce_state)
+    return world._pg_coalesce_state.own.blocks
 
 
 @contextlib.contextmanager
 def _block(group: ProcessGroup, torchs: Any) -> Iterator[Any]:
     """torch's block of operations, which has no `finally`. After an exception the group would still
     be coalescing: its next collectives would only be recorded, and return without a result."""
-    operations, blocks = _Operations(group), distributed_c10d._world.pg_coalesce_state
-    if blocks.setdefault(group, operations) is not operations:
+    blocks = _own_blocks()
+    if group in blocks:
         # torch's manager would add to that block, and end it in the wrong place.
-        raise operations.error("a block of this group is open already, and blocks cannot be nested")
+        raise native().ArgumentError(
+            f"mycoll group '{group.group_name}': _coalescing_manager: a block of this group is "
+            "open already, and blocks cannot be nested"
+        )
+    blocks[group] = []
     try:
         with torchs as manager:
             yield manager
     except BaseException:
-        if blocks.get(group) is operations:
-            del blocks[group]
+        blocks.pop(group, None)
         for backend in _own_backends(group):
             backend._drop_coalescing()
         raise

@@ -33,5 +33,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return bench.main(
         ["all_reduce,broadcast,all_gather,all_to_all,barrier", "--backend", ",".join(backends)]
         + ["--nproc", str(options.ranks), "--rounds", str(options.rounds)]
-        + ["-b", "4K", "-e", "16M", "-f", "64"]
+        + ["-b", "4K", "-e", "16M", "-f", "64", "--plot", ""]
     )

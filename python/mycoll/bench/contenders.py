@@ -6,8 +6,11 @@ benchmarks/peers adds MPIs to them.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib
+import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -176,6 +179,25 @@ def _copy_streaming(target: torch.Tensor, source: torch.Tensor) -> Call:
     return partial(copy, target.data_ptr(), source.data_ptr(), target.numel())
 
 
+def _copy_from_peer(world: World, target: torch.Tensor, source: torch.Tensor) -> Call:
+    """A copy of the next rank's `source` by the kernel, as single copy does. All ranks of this host
+    make one."""
+    places = world.gather_all((os.getpid(), source.data_ptr()))
+    process, address = places[(world.rank + 1) % world.size]
+    ours, theirs = (
+        ctypes.create_string_buffer(struct.pack("PN", place, target.numel()))
+        for place in (target.data_ptr(), address)
+    )
+    return partial(ctypes.CDLL(None).process_vm_readv, process, ours, 1, theirs, 1, 0)
+
+
+def _can_copy_from_peer(world: World) -> bool:
+    source = torch.zeros(8, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    is_near = world.local_size == world.size
+    return is_near and all(world.gather_all(_copy_from_peer(world, target, source)() == 8))
+
+
 def _new_group(name: str, options: Options) -> Group:
     if name == FLOOR:
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
@@ -214,4 +236,9 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             found.append(CopyContender("copy-nt", world, options.hot, _copy_streaming))
         else:
             absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
+        if _can_copy_from_peer(world):
+            copy = partial(_copy_from_peer, world)
+            found.append(CopyContender("copy-peer", world, options.hot, copy))
+        else:
+            absent.append("copy-peer: a rank cannot read the memory of the next one")
     return found, absent

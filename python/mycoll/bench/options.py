@@ -43,7 +43,7 @@ class Options(argparse.Namespace):
     limit: bool
     nproc: int
     json: str
-    plot: str
+    plot: str | None
 
 
 def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
@@ -111,12 +111,13 @@ def _parser() -> Parser:
     add("--memory", choices=memory, default="private", help=text)
     add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
-    add("--limit", action="store_true", help="also time copies of memory by all ranks together")
+    text = "also time copies by all ranks together: of their own memory, and of another rank's"
+    add("--limit", action="store_true", help=text)
     text = "timeout of a group, in seconds"
     add("--timeout", dest="timeout_seconds", type=seconds, default=120.0, metavar="S", help=text)
     add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")
-    text = "draw time and bandwidth against size, by matplotlib"
-    add("--plot", default="", metavar="FILE", help=text)
+    text = "draw time and bandwidth against size; '': do not (default: mycoll-bench.png, with "
+    add("--plot", metavar="FILE", help=text + "matplotlib and several sizes)")
     return parser
 
 

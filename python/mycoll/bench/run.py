@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from mycoll._units import show_seconds
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.options import Options
 from mycoll.bench.plot import draw
-from mycoll.bench.report import misused, table_header, table_line, wrong_files
+from mycoll.bench.report import misused, table_header, table_line, unwritable, wrong_files
 from mycoll.bench.result import LEGEND, Row
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, header, join, missing_device
 
+DEFAULT_PLOT = "mycoll-bench.png"
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
 
@@ -73,11 +74,20 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
         for row in _measure(options, world, contenders, history, progress):
             print(json.dumps(row.as_json()), file=file)
             rows.append(row)
-    if world.rank == 0 and options.plot:
-        print(draw(options.plot, record, rows))
+    if world.rank == 0 and options.plot != "":
+        print_plot(options.plot, record, rows)
     code = world.share(_verdict(rows, history) if world.rank == 0 else 0)
     dist.destroy_process_group()
     return code
+
+
+def print_plot(path: str | None, header: Mapping[str, object], rows: Sequence[Row]) -> None:
+    """Draws the rows, and prints where; without a path only if nothing prevents it."""
+    file = path or DEFAULT_PLOT
+    if path or not unwritable(file):
+        line = draw(file, header, rows)
+        if path or line.startswith("# plot: "):
+            print(line)
 
 
 def _verdict(rows: Sequence[Row], history: History) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -184,7 +183,7 @@ def blocks_of_two_threads(ctx: Ctx) -> None:
     def other_thread() -> None:
         try:
             dist.all_reduce(theirs)
-            problems.extend(float(theirs[0]) != total and ["not reduced at once"] or [])
+            problems.extend((float(theirs[0]) != total and ["not reduced at once"]) or [])
             with _coalescing_manager():
                 dist.all_reduce(blocks)
             ring = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, got, left)]

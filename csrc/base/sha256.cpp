@@ -2,15 +2,18 @@
 
 #include <sys/random.h>
 
-#include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
+
+#include "base/types.h"
 
 namespace mycoll {
 namespace {
 
 constexpr size_t kBlockBytes = 64;
+
+using State = std::array<uint32_t, 8>;
 
 constexpr uint32_t kRound[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -26,16 +29,8 @@ uint32_t loadBigEndian(const uint8_t* bytes) {
   return uint32_t{bytes[0]} << 24 | uint32_t{bytes[1]} << 16 | uint32_t{bytes[2]} << 8 | bytes[3];
 }
 
-void storeBigEndian(uint32_t value, uint8_t* bytes) {
-  bytes[0] = static_cast<uint8_t>(value >> 24);
-  bytes[1] = static_cast<uint8_t>(value >> 16);
-  bytes[2] = static_cast<uint8_t>(value >> 8);
-  bytes[3] = static_cast<uint8_t>(value);
-}
-
-}  // namespace
-
-void Sha256::processBlock(const uint8_t* block) {
+void processBlock(const char* bytes, State* state) {
+  const auto* const block = reinterpret_cast<const uint8_t*>(bytes);
   uint32_t w[64];
   for (int i = 0; i < 16; ++i) w[i] = loadBigEndian(block + 4 * i);
   for (int i = 16; i < 64; ++i) {
@@ -45,7 +40,7 @@ void Sha256::processBlock(const uint8_t* block) {
     const uint32_t s1 = std::rotr(y, 17) ^ std::rotr(y, 19) ^ (y >> 10);
     w[i] = w[i - 16] + s0 + w[i - 7] + s1;
   }
-  auto [a, b, c, d, e, f, g, h] = state_;
+  auto [a, b, c, d, e, f, g, h] = *state;
   for (int i = 0; i < 64; ++i) {
     const uint32_t s1 = std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25);
     const uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRound[i] + w[i];
@@ -60,67 +55,42 @@ void Sha256::processBlock(const uint8_t* block) {
     b = a;
     a = t1 + t2;
   }
-  const uint32_t added[8] = {a, b, c, d, e, f, g, h};
-  for (int i = 0; i < 8; ++i) state_[i] += added[i];
+  const State added = {a, b, c, d, e, f, g, h};
+  for (size_t i = 0; i < added.size(); ++i) (*state)[i] += added[i];
 }
 
-void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;
-  const uint8_t* next = static_cast<const uint8_t*>(data);
-  totalBytes_ += bytes;
-  if (pendingBytes_ > 0) {
-    const size_t taken = std::min(bytes, kBlockBytes - pendingBytes_);
-    std::memcpy(pending_ + pendingBytes_, next, taken);
-    pendingBytes_ += taken;
-    next += taken;
-    bytes -= taken;
-    if (pendingBytes_ < kBlockBytes) return;
-    processBlock(pending_);
-    pendingBytes_ = 0;
-  }
-  for (; bytes >= kBlockBytes; bytes -= kBlockBytes, next += kBlockBytes) processBlock(next);
-  if (bytes > 0) std::memcpy(pending_, next, bytes);
-  pendingBytes_ = bytes;
-}
+}  // namespace
 
-Digest Sha256::finish() {
-  const uint64_t bits = totalBytes_ * 8;
+Digest sha256(std::string_view message) {
+  State state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  const uint64_t bits = uint64_t{message.size()} * 8;
+  const size_t whole = message.size() / kBlockBytes * kBlockBytes;
   // The padding: 0x80, zeros, and the length in bits, up to the end of a block.
-  uint8_t padding[kBlockBytes + 8] = {0x80};
-  const size_t zerosEnd = (pendingBytes_ < 56 ? 56 : 120) - pendingBytes_;
-  storeBigEndian(static_cast<uint32_t>(bits >> 32), padding + zerosEnd);
-  storeBigEndian(static_cast<uint32_t>(bits), padding + zerosEnd + 4);
-  update(padding, zerosEnd + 8);
+  std::string end(message.substr(whole));
+  end += '\x80';
+  end.resize(roundUp(end.size() + sizeof(bits), kBlockBytes));
+  for (size_t i = 0; i < sizeof(bits); ++i) {
+    end[end.size() - 1 - i] = static_cast<char>(bits >> (8 * i));
+  }
+  for (size_t at = 0; at < whole; at += kBlockBytes) processBlock(&message[at], &state);
+  for (size_t at = 0; at < end.size(); at += kBlockBytes) processBlock(&end[at], &state);
   Digest digest;
-  for (int i = 0; i < 8; ++i) storeBigEndian(state_[i], digest.data() + 4 * i);
+  for (size_t i = 0; i < digest.size(); ++i) {
+    digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+  }
   return digest;
 }
 
-Digest sha256(std::string_view message) {
-  Sha256 hash;
-  hash.update(message);
-  return hash.finish();
-}
-
 Digest hmacSha256(std::string_view key, std::string_view message) {
-  uint8_t block[kBlockBytes] = {};
-  if (key.size() > kBlockBytes) {
-    const Digest hashed = sha256(key);
-    std::memcpy(block, hashed.data(), hashed.size());
-  } else if (!key.empty()) {
-    std::memcpy(block, key.data(), key.size());
-  }
-  uint8_t pad[kBlockBytes];
-  for (size_t i = 0; i < kBlockBytes; ++i) pad[i] = block[i] ^ 0x36;
-  Sha256 inner;
-  inner.update(pad, kBlockBytes);
-  inner.update(message);
-  const Digest innerDigest = inner.finish();
-  for (size_t i = 0; i < kBlockBytes; ++i) pad[i] = block[i] ^ 0x5c;
-  Sha256 outer;
-  outer.update(pad, kBlockBytes);
-  outer.update(innerDigest.data(), innerDigest.size());
-  return outer.finish();
+  std::string block(key.size() > kBlockBytes ? asText(sha256(key)) : key);
+  block.resize(kBlockBytes);
+  const auto padded = [&block](char pad) {
+    std::string text = block;
+    for (char& byte : text) byte ^= pad;
+    return text;
+  };
+  return sha256(padded(0x5c) + asText(sha256(padded(0x36).append(message))));
 }
 
 bool constantTimeEqual(const void* a, const void* b, size_t bytes) {

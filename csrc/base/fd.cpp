@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -37,14 +38,15 @@ void replaceInChild() {
 
 void Fd::keepFromChildren() {
   static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, replaceInChild);
-  if (isOurs_ || fd_ < 0 || fd_ >= kMaxKept) return;
-  isOurs_ = true;
+  if (fd_ < 0 || fd_ >= kMaxKept) return;
   kept[fd_ / 64].fetch_or(bitOf(fd_), std::memory_order_relaxed);
 }
 
-void Fd::endKeeping() {
-  isOurs_ = false;
-  kept[fd_ / 64].fetch_and(~bitOf(fd_), std::memory_order_relaxed);
+// EINTR is not retried: on Linux the descriptor is closed already, and its number may belong to
+// another thread by now.
+void Fd::close(int fd) {
+  if (fd < kMaxKept) kept[fd / 64].fetch_and(~bitOf(fd), std::memory_order_relaxed);
+  ::close(fd);
 }
 
 // In pieces: a signal undoes the reservation of the call that it interrupts, and may repeat.

@@ -1,8 +1,6 @@
 // Owns one file descriptor. Not thread safe, like an int.
 #pragma once
 
-#include <unistd.h>
-
 #include <cstddef>
 #include <utility>
 
@@ -12,13 +10,9 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept
-      : fd_(std::exchange(other.fd_, -1)), isOurs_(std::exchange(other.isOurs_, false)) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Fd& operator=(Fd&& other) noexcept {
-    if (this == &other) return *this;
-    reset();
-    fd_ = std::exchange(other.fd_, -1);
-    isOurs_ = std::exchange(other.isOurs_, false);
+    if (this != &other) reset(std::exchange(other.fd_, -1));
     return *this;
   }
   Fd(const Fd&) = delete;
@@ -34,18 +28,14 @@ class Fd {
   void keepFromChildren();
 
   void reset(int fd = -1) {
-    if (isOurs_) endKeeping();
     const int old = std::exchange(fd_, fd);
-    // EINTR is not retried: on Linux the descriptor is closed already, and its number may belong to
-    // another thread by now.
-    if (old >= 0 && old != fd) ::close(old);
+    if (old >= 0 && old != fd) close(old);
   }
 
  private:
-  void endKeeping();
+  static void close(int fd);
 
   int fd_ = -1;
-  bool isOurs_ = false;  // kept from children
 };
 
 // Allocates the pages of this part of a file in memory now: a write to them cannot raise SIGBUS.

@@ -97,12 +97,8 @@ Kind path(std::string Env::* field) {
 Kind pattern(std::string Env::* field) {
   return {"a path; %h is the host, %p the process, %r the rank, %% a percent sign",
           [field](std::string_view value, Env* env) {
-            for (size_t i = 0; i < value.size(); ++i) {
-              if (value[i] != '%') continue;
-              ++i;
-              if (i == value.size() || std::string_view("hpr%").find(value[i]) == value.npos) {
-                return false;
-              }
+            for (size_t i = value.find('%'); i != value.npos; i = value.find('%', i + 2)) {
+              if (value.substr(i + 1).find_first_of("hpr%") != 0) return false;
             }
             env->*field = value;
             return true;

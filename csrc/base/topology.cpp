@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -128,24 +127,7 @@ bool hasOtherThreads(pid_t pid) {
 
 uint64_t processStartTicks(pid_t pid) { return readStat(pid, pid).startTicks; }
 
-namespace {
-
-// Checked first, because the kernel needs long to describe a process with many threads.
-bool isThisProcess(pid_t pid, uint64_t startTicks) {
-  static std::atomic<pid_t> known{0};
-  static std::atomic<uint64_t> ticks{0};
-  if (pid != ::getpid()) return false;
-  if (known.load(std::memory_order_acquire) != pid) {  // not looked up yet, or before a fork
-    ticks.store(processStartTicks(pid), std::memory_order_relaxed);
-    known.store(pid, std::memory_order_release);
-  }
-  return startTicks == 0 || startTicks == ticks.load(std::memory_order_relaxed);
-}
-
-}  // namespace
-
 ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks) {
-  if (isThisProcess(pid, startTicks)) return ProcessLife::kAlive;
   const ThreadStat stat = readStat(pid, pid);
   if (stat.isUnknown) {
     return ::kill(pid, 0) == 0 || errno == EPERM ? ProcessLife::kAlive : ProcessLife::kGone;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -44,26 +43,14 @@ int affinityCores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Whole cores that quota microseconds in every period allow; 0: no limit.
-int coresOf(int64_t quota, int64_t period) {
-  if (quota <= 0 || period <= 0) return 0;
+// The whole cores that the quota of this folder allows; 0: it has none.
+int quotaOf(const std::string& folder) {
+  // Version 2: "max 100000" or "150000 100000", in microseconds. Version 1 has two files.
+  std::istringstream text(contents(folder + "/cpu.max") + contents(folder + "/cpu.cfs_quota_us") +
+                          " " + contents(folder + "/cpu.cfs_period_us"));
+  int64_t quota = 0, period = 0;
+  if (!(text >> quota >> period) || quota <= 0 || period <= 0) return 0;
   return static_cast<int>(std::clamp<int64_t>(quota / period, 1, 1 << 20));
-}
-
-int quotaV2(const std::string& folder) {
-  std::istringstream text(contents(folder + "/cpu.max"));  // "max 100000" or "150000 100000"
-  std::string quota;
-  int64_t period = 0;
-  if (!(text >> quota >> period) || quota == "max") return 0;
-  return coresOf(std::strtoll(quota.c_str(), nullptr, 10), period);
-}
-
-int quotaV1(const std::string& folder) {
-  int64_t quota = 0;
-  int64_t period = 0;
-  if (!(std::istringstream(contents(folder + "/cpu.cfs_quota_us")) >> quota)) return 0;
-  if (!(std::istringstream(contents(folder + "/cpu.cfs_period_us")) >> period)) return 0;
-  return coresOf(quota, period);
 }
 
 int tighter(int a, int b) {
@@ -73,11 +60,11 @@ int tighter(int a, int b) {
 
 // Any ancestor may hold the tightest quota. In a container the path in /proc may be the host's and
 // not exist below the mount; the walk then still ends at the mount itself, the container's own.
-int tightestQuota(const std::string& mount, std::string path, int (*quota)(const std::string&)) {
+int tightestQuota(const std::string& mount, std::string path) {
   int cores = 0;
   while (true) {
     while (!path.empty() && path.back() == '/') path.pop_back();
-    cores = tighter(cores, quota(mount + path));
+    cores = tighter(cores, quotaOf(mount + path));
     if (path.empty()) return cores;
     const size_t slash = path.rfind('/');
     path.resize(slash == path.npos ? 0 : slash);
@@ -97,12 +84,12 @@ int detail::cgroupCores(const std::string& procCgroup, const std::string& mountR
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
-      cores = tighter(cores, tightestQuota(mountRoot, path, quotaV2));
-      cores = tighter(cores, tightestQuota(mountRoot + "/unified", path, quotaV2));
+      cores = tighter(cores, tightestQuota(mountRoot, path));
+      cores = tighter(cores, tightestQuota(mountRoot + "/unified", path));
     } else if (("," + controllers + ",").find(",cpu,") != line.npos) {
-      cores = tighter(cores, tightestQuota(mountRoot + "/" + controllers, path, quotaV1));
+      cores = tighter(cores, tightestQuota(mountRoot + "/" + controllers, path));
       if (controllers != "cpu") {
-        cores = tighter(cores, tightestQuota(mountRoot + "/cpu", path, quotaV1));
+        cores = tighter(cores, tightestQuota(mountRoot + "/cpu", path));
       }
     }
   }

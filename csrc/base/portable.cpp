@@ -66,17 +66,12 @@ constexpr int kStat = 1;
 int oldStat(int version, const char* path, struct stat* result);
 int oldFstat(int version, int file, struct stat* result);
 int oldLstat(int version, const char* path, struct stat* result);
-int oldFstatat(int version, int folder, const char* path, struct stat* result, int flags);
 OLD_VERSION(oldStat, __xstat, GLIBC("2.2.5"));
 OLD_VERSION(oldFstat, __fxstat, GLIBC("2.2.5"));
 OLD_VERSION(oldLstat, __lxstat, GLIBC("2.2.5"));
-OLD_VERSION(oldFstatat, __fxstatat, GLIBC("2.4"));
 int __wrap_stat(const char* path, struct stat* result) { return oldStat(kStat, path, result); }
 int __wrap_fstat(int file, struct stat* result) { return oldFstat(kStat, file, result); }
 int __wrap_lstat(const char* path, struct stat* result) { return oldLstat(kStat, path, result); }
-int __wrap_fstatat(int folder, const char* path, struct stat* result, int flags) {
-  return oldFstatat(kStat, folder, path, result, flags);
-}
 
 // These moved from libpthread and libdl into libc in 2.32 and 2.34, and were given that version.
 int oldTrylock(pthread_mutex_t* mutex);
@@ -97,17 +92,14 @@ int __wrap_pthread_setname_np(pthread_t thread, const char* name) {
 
 void* oldOpen(const char* path, int flags);
 void* oldSymbol(void* library, const char* name);
-int oldClose(void* library);
 char* oldError();
 int oldAddress(const void* address, Dl_info* result);
 OLD_VERSION(oldOpen, dlopen, GLIBC("2.2.5"));
 OLD_VERSION(oldSymbol, dlsym, GLIBC("2.2.5"));
-OLD_VERSION(oldClose, dlclose, GLIBC("2.2.5"));
 OLD_VERSION(oldError, dlerror, GLIBC("2.2.5"));
 OLD_VERSION(oldAddress, dladdr, GLIBC("2.2.5"));
 void* __wrap_dlopen(const char* path, int flags) { return oldOpen(path, flags); }
 void* __wrap_dlsym(void* library, const char* name) { return oldSymbol(library, name); }
-int __wrap_dlclose(void* library) { return oldClose(library); }
 char* __wrap_dlerror() { return oldError(); }
 int __wrap_dladdr(const void* address, Dl_info* result) { return oldAddress(address, result); }
 

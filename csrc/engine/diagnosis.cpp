@@ -10,7 +10,6 @@
 #include "base/bytes.h"
 #include "base/hash.h"
 #include "base/log.h"
-#include "base/sanitize.h"
 #include "base/text.h"
 #include "base/topology.h"
 #include "base/wait.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "base/sha256.h"
 #include "engine/engine.h"
 #include "engine/formation.h"

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/deadline.h"
-#include "base/sanitize.h"
 #include "base/sha256.h"
 #include "base/text.h"
 #include "base/topology.h"

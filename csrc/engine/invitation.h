@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "base/sha256.h"
 #include "base/status.h"
 #include "transport/event.h"

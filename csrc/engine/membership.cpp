@@ -6,7 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/log.h"
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "engine/group.h"
 #include "transport/mesh.h"

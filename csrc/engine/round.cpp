@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/bytes.h"
-#include "base/sanitize.h"
 #include "base/secret.h"
+#include "base/text.h"
 #include "kernels/reduce.h"
 #include "transport/mesh.h"
 

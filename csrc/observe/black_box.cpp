@@ -15,7 +15,7 @@
 #include "base/env.h"
 #include "base/mutex.h"
 #include "base/os.h"
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "base/types.h"
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {

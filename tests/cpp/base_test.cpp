@@ -26,7 +26,6 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/log.h"
-#include "base/sanitize.h"
 #include "base/status.h"
 #include "base/task.h"
 #include "base/text.h"

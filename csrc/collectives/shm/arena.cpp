@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/os.h"
-#include "base/sanitize.h"
+#include "base/text.h"
 #include "kernels/copy.h"
 
 namespace mycoll {

@@ -80,21 +80,20 @@ void OpRecord::finish(bool isOk, int64_t now) const {
   put(group_->finished, sequence_ + 1);
 }
 
-GroupRecord::GroupRecord(const GroupIdentity& identity)
+GroupRecord::GroupRecord(const std::string& name, uint64_t context, int rank, int ranks,
+                         const std::vector<int64_t>& globalRanks)
     : box_(BlackBox::process()), state_(box_.take()) {
-  put(state_->context, identity.context);
-  put(state_->rank, static_cast<int32_t>(identity.rank));
-  put(state_->ranks, static_cast<int32_t>(identity.ranks));
+  put(state_->context, context);
+  put(state_->rank, static_cast<int32_t>(rank));
+  put(state_->ranks, static_cast<int32_t>(ranks));
+  const auto inJob = [&](int each) {
+    return globalRanks.empty() ? each : static_cast<int32_t>(globalRanks[each]);
+  };
   for (int i = 0; i < GroupState::kShownRanks; ++i) {
-    const int64_t rank = i >= identity.ranks            ? -1
-                         : identity.globalRanks.empty() ? i
-                                                        : identity.globalRanks[i];
-    put(state_->globalRanks[i], static_cast<int32_t>(rank));
+    put(state_->globalRanks[i], i < ranks ? inJob(i) : -1);
   }
-  copyText(state_->name, identity.name);
-  box_.join(identity.context, identity.globalRanks.empty()
-                                  ? identity.rank
-                                  : static_cast<int>(identity.globalRanks[identity.rank]));
+  copyText(state_->name, name);
+  box_.join(context, inJob(rank));
   put(state_->phase, static_cast<uint32_t>(GroupPhase::kOpen));
 }
 

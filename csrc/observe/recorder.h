@@ -70,17 +70,11 @@ class OpRecord {
   int64_t enqueued_ = 0;
 };
 
-struct GroupIdentity {
-  std::string name;
-  uint64_t context = 0;
-  int rank = 0;
-  int ranks = 1;
-  std::vector<int64_t> globalRanks;  // empty: the ranks themselves
-};
-
 class GroupRecord {
  public:
-  explicit GroupRecord(const GroupIdentity& identity);
+  // globalRanks: the job's ranks of the group's; empty: they are the same.
+  GroupRecord(const std::string& name, uint64_t context, int rank, int ranks,
+              const std::vector<int64_t>& globalRanks);
   ~GroupRecord();  // as close()
 
   // isStarted: no other operation is ahead of it.

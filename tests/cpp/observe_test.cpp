@@ -101,7 +101,7 @@ Area areaOf(const std::string& name) {
 }  // namespace
 
 TEST(Recorder, remembersTheLatest) {
-  GroupRecord group({"remembers", 77, 0, 2, {}});
+  GroupRecord group("remembers", 77, 0, 2, {});
   const uint64_t total = BlackBox::process().capacity() + 10;
   for (uint64_t i = 0; i < total; ++i) {
     const OpRecord record = group.enqueue(allReduce(i), 1000);
@@ -119,7 +119,7 @@ TEST(Recorder, remembersTheLatest) {
 TEST(Recorder, aLateEndLeavesOthersAlone) {
   OpRecord late;
   {
-    GroupRecord group({"late", 78, 0, 2, {}});
+    GroupRecord group("late", 78, 0, 2, {});
     late = group.enqueue(allReduce(0), 1000);
     for (uint32_t i = 1; i <= 2 * BlackBox::process().capacity(); ++i) {
       (void)group.enqueue(allReduce(i), 1000);
@@ -127,7 +127,7 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
     late.finish(true, 2000);  // its entry is another's by now
     EXPECT_EQ(areaOf("late").count(OpState::kDone), size_t{0});
   }
-  GroupRecord next({"next", 79, 0, 2, {}});  // in the same memory
+  GroupRecord next("next", 79, 0, 2, {});  // in the same memory
   late.finish(false, 3000);
   (void)next.enqueue(allReduce(0), 1000);
   EXPECT_EQ(areaOf("late").name, "");
@@ -136,7 +136,7 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
 }
 
 TEST(Recorder, whatIsUnderWayIsKept) {
-  GroupRecord group({"kept", 85, 0, 2, {}});
+  GroupRecord group("kept", 85, 0, 2, {});
   const OpRecord stuck = group.enqueue(allReduce(0), 1000, /*isStarted=*/true);
   for (uint32_t i = 1; i <= 3 * BlackBox::process().capacity(); ++i) {
     group.enqueue(allReduce(i), 1000).finish(true, 2000);
@@ -152,7 +152,7 @@ TEST(Recorder, countsForgottenCallsAndThoseOfClosedGroups) {
   const uint32_t total = 4 * BlackBox::process().capacity();
   std::vector<OpRecord> records;
   {
-    GroupRecord group({"counts", 86, 0, 2, {}});
+    GroupRecord group("counts", 86, 0, 2, {});
     for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
     for (uint32_t i = 1; i < total; ++i) records[i].finish(true, 2000);
     EXPECT_EQ(get(ended.done), before);
@@ -164,9 +164,9 @@ TEST(Recorder, countsForgottenCallsAndThoseOfClosedGroups) {
 }
 
 TEST(Recorder, aClosedGroupWritesNothing) {
-  GroupRecord old({"closed", 87, 0, 2, {}});
+  GroupRecord old("closed", 87, 0, 2, {});
   old.close();
-  GroupRecord next({"its successor", 88, 0, 2, {}});  // in the same memory
+  GroupRecord next("its successor", 88, 0, 2, {});  // in the same memory
   old.enqueue(allReduce(0), 1000).finish(false, 2000);
   old.setSubmitted(7);
   const Area area = areaOf("its successor");
@@ -178,21 +178,21 @@ TEST(Recorder, aClosedGroupWritesNothing) {
 TEST(Recorder, aJobIsWhatBeginsAlone) {
   GroupRecord({"before", 0xA0, 1, 2, {}}).close();
   EXPECT(BlackBox::process().rank() >= 0);
-  auto world = std::make_unique<GroupRecord>(GroupIdentity{"world", 0xA1, 2, 4, {}});
+  auto world = std::make_unique<GroupRecord>("world", 0xA1, 2, 4, std::vector<int64_t>());
   EXPECT_EQ(BlackBox::process().job(), toContext(0xA1));
   EXPECT_EQ(BlackBox::process().rank(), 2);
-  GroupRecord part({"part", 0xA2, 1, 2, {0, 3}});
+  GroupRecord part("part", 0xA2, 1, 2, {0, 3});
   EXPECT_EQ(BlackBox::process().job(), toContext(0xA1));
   EXPECT_EQ(BlackBox::process().rank(), 2);
   part.close();
   world->close();
-  GroupRecord again({"world", 0xA3, 0, 2, {}});
+  GroupRecord again("world", 0xA3, 0, 2, {});
   EXPECT_EQ(BlackBox::process().job(), toContext(0xA3));
   EXPECT_EQ(BlackBox::process().rank(), 0);
 }
 
 TEST(Recorder, textsAreCutBetweenCharacters) {
-  GroupRecord group({"cut", 89, 0, 2, {}});
+  GroupRecord group("cut", 89, 0, 2, {});
   std::string letters;
   for (int i = 0; i < 80; ++i) letters += "\u6570";
   group.describe("a" + letters);
@@ -212,16 +212,16 @@ TEST(Recorder, textsAreCutBetweenCharacters) {
 }
 
 TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {
-  auto old = std::make_unique<GroupRecord>(GroupIdentity{"old", 80, 0, 2, {}});
+  auto old = std::make_unique<GroupRecord>("old", 80, 0, 2, std::vector<int64_t>());
   old->close();
-  GroupRecord fresh({"fresh", 81, 0, 2, {}});
+  GroupRecord fresh("fresh", 81, 0, 2, {});
   old->fail(Status(Code::kTimeout, "too late"));
   EXPECT_EQ(areaOf("fresh").failure, "");
 }
 
 // Others read while operations are recorded: what they see is whole.
 TEST(Recorder, readersSeeWholeEntries) {
-  GroupRecord group({"whole", 82, 0, 2, {}});
+  GroupRecord group("whole", 82, 0, 2, {});
   std::atomic<bool> isOver{false};
   std::thread writer([&] {
     for (uint64_t i = 0; !isOver.load(); ++i) {
@@ -237,7 +237,7 @@ TEST(Recorder, readersSeeWholeEntries) {
 }
 
 TEST(Recorder, aChildHasABoxOfItsOwn) {
-  GroupRecord group({"parent", 83, 0, 2, {}});
+  GroupRecord group("parent", 83, 0, 2, {});
   (void)group.enqueue(allReduce(0), 1000);
   const pid_t child = fork();
   if (child == 0) _exit(areaOf("parent").name.empty() ? 0 : 1);
@@ -250,7 +250,7 @@ TEST(TraceFile, isTheBoxAndPrivate) {
   char folder[] = "/tmp/mycoll_test_XXXXXX";
   ASSERT(mkdtemp(folder) != nullptr);
   const std::string path = std::string(folder) + "/rank_0";
-  GroupRecord group({"file", 84, 1, 3, {4, 5, 6}});
+  GroupRecord group("file", 84, 1, 3, {4, 5, 6});
   group.describe("tensor parallel");
   std::string written;
   ASSERT_OK(TraceFile::write(path, &written));
@@ -273,7 +273,7 @@ TEST(TraceFile, manyMayWriteAtOnce) {
   char folder[] = "/tmp/mycoll_test_XXXXXX";
   ASSERT(mkdtemp(folder) != nullptr);
   const std::string path = std::string(folder) + "/rank_0";
-  GroupRecord group({"written at once", 90, 0, 2, {}});
+  GroupRecord group("written at once", 90, 0, 2, {});
   const size_t whole = BlackBox::process().snapshot().size();
   std::atomic<int> failures{0};
   std::vector<std::thread> writers;

@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "base/deadline.h"
 #include "base/env.h"
 
 namespace mycoll {
@@ -66,16 +65,6 @@ Status TorchStore::compareSet(const std::string& key, const std::string& expecte
                               const std::string& value, std::string* now) {
   if (!isTcp_) return Store::compareSet(key, expected, value, now);
   return guarded("set", key, [&] { *now = store_->compareSet(key, expected, value); });
-}
-
-// A store throws an exception if the wait times out, and also if it has failed: the next tryGet()
-// finds out which. A TCPStore would also print two warnings each time.
-Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost) {
-  const Deadline end = Deadline::after(atMost);
-  const Status waited = guarded("wait for", key, [&] { store_->wait({key}, atMost); });
-  if (waited.ok() || end.expired()) return Status();
-  canWait_ = waited.code() == Code::kNetwork;
-  return Store::wait(key, end.remaining());
 }
 
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {

@@ -2,7 +2,6 @@
 // Thread contract: that of mycoll::Store, without the GIL: a store written in Python takes it.
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -18,13 +17,10 @@ class TorchStore final : public Store {
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
   Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
                     std::string* now) override;
-  bool waitsItself() const override { return !isTcp_ && canWait_; }
-  Status wait(const std::string& key, std::chrono::milliseconds atMost) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
   const bool isTcp_;
-  bool canWait_ = true;
 };
 
 // Whether rank 0 itself serves the store, which is torch's default if no launcher serves it.

@@ -488,13 +488,8 @@ Status Root::awaitAll() {
     MYCOLL_RETURN_IF_ERROR(lookAtStore());
     if (isRoundDue()) MYCOLL_RETURN_IF_ERROR(startRound());
     const int unknown = usesStore() ? firstUnknown() : 0;
-    if (unknown == 0) {
-      pause(std::clamp(nextLook_.remaining(), kShortestPoll, kTick));
-    } else if (store_->waitsItself()) {
-      MYCOLL_RETURN_IF_ERROR(store_->wait(keyOf(unknown), kTick));
-    } else {
-      pause(std::min(pollPause(kShortestPoll), kTick));
-    }
+    const Milliseconds next = unknown > 0 ? pollPause(kShortestPoll) : nextLook_.remaining();
+    pause(std::clamp(next, kShortestPoll, kTick));
   }
 }
 

@@ -1,12 +1,11 @@
 // The rendezvous store as the engine needs it: a few small values that all ranks of a group can
-// see. Implemented over torch's Store in backend/ and in memory in the engine's tests.
+// see. Callers poll it. Implemented over torch's Store in backend/ and in memory in the engine's
+// tests.
 // Thread contract: called only while a group is made, by the thread that makes it; ranks that are
 // threads of one process may share a store.
 #pragma once
 
-#include <chrono>
 #include <string>
-#include <thread>
 
 #include "base/status.h"
 
@@ -29,13 +28,6 @@ class Store {
     if (*now != expected) return Status();
     *now = value;
     return set(key, value);
-  }
-  // Whether wait() is notified of a new key. If not, callers poll.
-  virtual bool waitsItself() const { return false; }
-  // Returns when the key exists, or after about atMost.
-  virtual Status wait(const std::string& /*key*/, std::chrono::milliseconds atMost) {
-    std::this_thread::sleep_for(atMost);
-    return Status();
   }
 };
 

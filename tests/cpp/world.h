@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -25,7 +24,6 @@ class MemoryStore final : public mycoll::Store {
     values_[key] = value;
     operations_ += 1;
     bytes_ += value.size();
-    changed_.notify_all();
     return mycoll::Status();
   }
   mycoll::Status tryGet(const std::string& key, bool* found, std::string* value) override {
@@ -37,7 +35,6 @@ class MemoryStore final : public mycoll::Store {
     bytes_ += *found ? value->size() : 0;
     return mycoll::Status();
   }
-  bool waitsItself() const override { return true; }
   mycoll::Status compareSet(const std::string& key, const std::string& expected,
                             const std::string& value, std::string* now) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -46,16 +43,6 @@ class MemoryStore final : public mycoll::Store {
     const auto entry = values_.find(key);
     *now = entry == values_.end() ? "" : entry->second;
     if (*now == expected) values_[key] = *now = value;
-    changed_.notify_all();
-    return mycoll::Status();
-  }
-  mycoll::Status wait(const std::string& key, std::chrono::milliseconds atMost) override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto end = std::chrono::steady_clock::now() + atMost;
-    operations_ += 1;
-    while (!values_.contains(key)) {
-      if (changed_.wait_until(lock, end) == std::cv_status::timeout) break;
-    }
     return mycoll::Status();
   }
 
@@ -64,7 +51,6 @@ class MemoryStore final : public mycoll::Store {
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;
   std::atomic<size_t> operations_{0}, bytes_{0};
   std::map<std::string, std::string> values_;
 };

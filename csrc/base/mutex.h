@@ -9,6 +9,7 @@
 //   MutexLock lock(mutex_);            // until the end of the block
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
@@ -59,6 +60,27 @@ class SCOPED_CAPABILITY MutexLock {
 
  private:
   std::unique_lock<std::mutex> lock_;
+};
+
+// Wakes a thread. [any thread]
+class Wakeup {
+ public:
+  void notify() EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    isThere_ = true;
+    changed_.notify_one();
+  }
+  // Returns when it was notified since the last call, or after atMost. For one thread.
+  void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    changed_.wait_for(lock.native(), atMost, [this]() REQUIRES(mutex_) { return isThere_; });
+    isThere_ = false;
+  }
+
+ private:
+  Mutex mutex_;
+  std::condition_variable changed_;
+  bool isThere_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mycoll

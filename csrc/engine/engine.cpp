@@ -85,12 +85,8 @@ Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* resul
 }
 
 void Engine::stop() {
-  {
-    MutexLock lock(mutex_);
-    isStopped_ = true;
-    ++wakeUps_;
-    woken_.notify_all();
-  }
+  isStopped_ = true;
+  wakeup_.notify();
   mesh_->sleeper().wakeAll();
   if (std::this_thread::get_id() == thread_.get_id()) {
     thread_.detach();
@@ -123,21 +119,12 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
 void Engine::wake() {
   // Pairs with work(): either that thread sees the work, or this one sees that it sleeps.
   if (activity_.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
-  {
-    MutexLock lock(mutex_);
-    ++wakeUps_;
-    woken_.notify_all();
-  }
+  wakeup_.notify();
   mesh_->sleeper().wakeAll();
 }
 
 void Engine::wakeIfAsleep() {
   if (activity_.fetch_add(0, std::memory_order_seq_cst) == kSleeping) wake();
-}
-
-bool Engine::isStopped() {
-  MutexLock lock(mutex_);
-  return isStopped_;
 }
 
 std::vector<std::shared_ptr<Communicator>> Engine::groups() {
@@ -187,8 +174,9 @@ void Engine::run() {
 void Engine::work() {
   auto lastMove = Clock::now();
   uint64_t lastWaits = 0;
-  while (!isStopped()) {
+  for (;;) {
     const uint64_t generation = mesh_->sleeper().generation();
+    if (isStopped_) return;
     bool isNeeded = false, advanced = false;
     doChores();
     if (workOnce(&isNeeded, &advanced)) {
@@ -196,18 +184,15 @@ void Engine::work() {
       continue;
     }
     if (!isNeeded) {
-      uint64_t seen;
-      {
-        MutexLock lock(mutex_);
-        seen = wakeUps_;
-      }
       const uint64_t waitsNow = waitCounts_.load(std::memory_order_relaxed);
       const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
       activity_.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
       // Look once more: from here on a caller that brings work wakes this thread.
       if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
-          waitForWork(seen);
+          // The user's threads wait for their operations themselves. Their sockets' events would
+          // wake this thread for nothing, so it waits for no events until the process is quiet.
+          wakeup_.wait(kWaitForWork);
           mesh_->progress(nullptr, /*polls=*/true);
         } else {
           mesh_->sleeper().idle(generation, Deadline::after(kHousekeeping));
@@ -257,15 +242,6 @@ void Engine::doChores() {
     if (group->hasFailed()) group->releaseWindows();
   }
   TraceFile::writeInBackground(isUnseen);
-}
-
-// There is nothing to do, and the user's threads wait for their operations themselves. Their
-// sockets' events would wake this thread for nothing, so it does not wait for events until the
-// process is quiet.
-void Engine::waitForWork(uint64_t seenWakeUps) {
-  MutexLock lock(mutex_);
-  woken_.wait_for(lock.native(), kWaitForWork,
-                  [&]() REQUIRES(mutex_) { return isStopped_ || wakeUps_ != seenWakeUps; });
 }
 
 }  // namespace mycoll

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <span>
@@ -81,20 +80,17 @@ class Engine {
   // ---- the thread
   void run();
   void work();
-  void waitForWork(uint64_t seenWakeUps);
   bool workOnce(bool* isNeeded, bool* advanced);
   void doChores();
-  bool isStopped();
 
   // The seats of its ranks. Guarded by the lock of all engines of the process.
   std::vector<std::weak_ptr<const Seat>> seats_;
   std::shared_ptr<Mesh> mesh_;
   std::thread thread_;
   Mutex mutex_;
-  std::condition_variable woken_;
   std::vector<std::weak_ptr<Communicator>> groups_ GUARDED_BY(mutex_);
-  bool isStopped_ GUARDED_BY(mutex_) = false;
-  uint64_t wakeUps_ GUARDED_BY(mutex_) = 0;
+  Wakeup wakeup_;
+  std::atomic<bool> isStopped_{false};
   // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
   static constexpr uint64_t kOneWait = uint64_t{1} << 32;
   std::atomic<uint64_t> waitCounts_{0};

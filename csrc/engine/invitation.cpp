@@ -41,18 +41,6 @@ void setContext(GroupAddress* address) {
 
 // ---- Reception ---------------------------------------------------------------------------------
 
-void Wakeup::notify() {
-  const MutexLock lock(mutex_);
-  isThere_ = true;
-  changed_.notify_one();
-}
-
-void Wakeup::wait(std::chrono::milliseconds atMost) {
-  MutexLock lock(mutex_);
-  changed_.wait_for(lock.native(), atMost, [this]() REQUIRES(mutex_) { return isThere_; });
-  isThere_ = false;
-}
-
 Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, Wakeup& wakeup)
     : mailbox_(std::move(mesh), std::move(address), this), wakeup_(wakeup) {}
 

@@ -9,8 +9,6 @@
 // Lifetime: both hold the engine's mesh.
 #pragma once
 
-#include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,9 +16,9 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "base/text.h"
 #include "base/sha256.h"
 #include "base/status.h"
+#include "base/text.h"
 #include "transport/event.h"
 #include "transport/mailbox.h"
 
@@ -28,19 +26,6 @@ namespace mycoll {
 
 // Sets the group's number, which is made of its secret and its name. It does not reveal the secret.
 void setContext(GroupAddress* address);
-
-// Wakes the thread that forms a group.
-class Wakeup {
- public:
-  void notify() EXCLUDES(mutex_);
-  // Returns when something was noted since the last time, or after atMost.
-  void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
-
- private:
-  Mutex mutex_;
-  std::condition_variable changed_;
-  bool isThere_ GUARDED_BY(mutex_) = false;
-};
 
 // The content of an invitation.
 struct InvitationMessage {

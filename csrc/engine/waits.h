@@ -10,8 +10,7 @@
 #include <list>
 #include <memory>
 #include <optional>
-#include <string>
-#include <vector>
+#include <utility>
 
 #include "base/mutex.h"
 #include "engine/op.h"
@@ -21,7 +20,11 @@ namespace mycoll {
 class Communicator;
 
 // The number of the calling thread. It is never 0, and no other thread ever gets it.
-uint64_t threadNumber();
+inline uint64_t threadNumber() {
+  static std::atomic<uint64_t> next{1};
+  static thread_local const uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
+  return number;
+}
 
 struct Wait {
   uint64_t thread = 0;
@@ -35,8 +38,16 @@ class WaitBoard {
   // that polls is not stuck.
   class Entry {
    public:
-    Entry(WaitBoard& board, Wait wait);
-    ~Entry();
+    Entry(WaitBoard& board, Wait wait) : board_(board) {
+      MutexLock lock(board_.mutex_);
+      at_ = board_.waits_.insert(board_.waits_.end(), std::move(wait));
+    }
+    ~Entry() {
+      Wait last;  // dropped without the lock: it may be the op's last owner
+      MutexLock lock(board_.mutex_);
+      last = std::move(*at_);
+      board_.waits_.erase(at_);
+    }
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
 
@@ -45,7 +56,13 @@ class WaitBoard {
     std::list<Wait>::iterator at_;
   };
 
-  std::optional<Wait> of(uint64_t thread) const;
+  std::optional<Wait> of(uint64_t thread) const {
+    MutexLock lock(mutex_);
+    for (const Wait& wait : waits_) {
+      if (wait.thread == thread) return wait;
+    }
+    return std::nullopt;
+  }
 
  private:
   mutable Mutex mutex_;
@@ -68,7 +85,12 @@ class Caller {
 
  private:
   static constexpr uint64_t kMany = ~uint64_t{0};
-  bool noteOther(uint64_t self);
+  bool noteOther(uint64_t self) {
+    if (isMany()) return false;
+    uint64_t nobody = 0;
+    if (!thread_.compare_exchange_strong(nobody, self, std::memory_order_relaxed)) noteMany();
+    return true;
+  }
   std::atomic<uint64_t> thread_{0};
 };
 

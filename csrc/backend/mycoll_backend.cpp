@@ -93,15 +93,15 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
 #if MYCOLL_TORCH_HAS_RECONFIGURE
   if (options->enable_reconfigure) {
     std::unique_ptr<Endpoint> endpoint;
-    throwIfNotFormed(Endpoint::make(std::move(group), &endpoint));
+    throwIfNotFormed(Endpoint::make(std::move(group), /*engine=*/nullptr, &endpoint));
     identity.globalRanks.clear();
     return c10::make_intrusive<MycollBackend>(rank, size, nullptr, std::move(identity),
                                               std::move(options), std::move(makeDevice),
                                               std::move(endpoint));
   }
 #endif
-  throwIfNotFormed(
-      Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
+  throwIfNotFormed(Communicator::create(std::move(group), std::make_shared<TorchStore>(store),
+                                        /*engine=*/nullptr, &communicator));
   const bool isOfJob = identity.isOfJob;
   auto made = c10::make_intrusive<MycollBackend>(communicator, std::move(identity),
                                                  std::move(options), std::move(makeDevice));
@@ -151,7 +151,7 @@ std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name, M
   std::unique_ptr<Endpoint> endpoint;
   GroupOptions options = groupOptions(name, made.fetch_add(1), 1, timeout);
   options.storeHost = storeHost;
-  throwIfNotFormed(Endpoint::make(std::move(options), &endpoint));
+  throwIfNotFormed(Endpoint::make(std::move(options), /*engine=*/nullptr, &endpoint));
   return endpoint;
 }
 

@@ -86,9 +86,12 @@ void copyOver(char* place, const Span& data) {
   copy(place, data.data, data.bytes, /*isStreaming=*/data.bytes >= kStreamingBytes);
 }
 
-Signature signatureOf(OpKind kind) {
+Signature signatureOf(OpKind kind, const Message& message = {}) {
   Signature signature;
   signature.kind = kind;
+  signature.dtype = message.dtype;
+  signature.opaqueType = message.opaqueType;
+  signature.bytes = message.wholeBytes ? message.wholeBytes : message.data.bytes;
   return signature;
 }
 
@@ -97,18 +100,12 @@ Signature signatureOf(OpKind kind) {
 // ---- making one --------------------------------------------------------------------------------
 
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
-                            std::shared_ptr<Communicator>* result) {
-  std::shared_ptr<Engine> engine;
-  const Status made = Engine::process(&options, &engine);
+                            std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
+  const Status made = engine ? Status() : Engine::process(&options, &engine);
   if (!made.ok()) {
     reportAbsence(options, *store, made);
     return inGroup(options.name, made);
   }
-  return create(std::move(options), std::move(store), std::move(engine), result);
-}
-
-Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
-                            std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
   if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
     return inGroup(options.name,
                    Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) +
@@ -233,7 +230,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   if (!willWait) {
     // Run it as far as it goes now: often that completes this rank's part.
     if (isFirst) queue_.run(0);
-    if (!op->done()) group_.engine->wake();
+    if (!op->done() && !op->external) group_.engine->wake();
   }
   return op;
 }
@@ -257,17 +254,9 @@ OpPtr Communicator::submitComposite(OpKind kind, Composite composite,
 
 std::shared_ptr<CollectiveOp> Communicator::submitExternal(const Signature& signature,
                                                            Milliseconds timeout) {
-  diagnosis_.noteCaller();
   auto op = std::allocate_shared<CollectiveOp>(Recycler<CollectiveOp>(), signature);
   op->external.emplace();
-  op->deadline = deadlineOf(*op, timeout);
-  if (hasFailed()) {
-    op->finish(diagnosis_.calledLate(signature.kind));
-    return op;
-  }
-  bool isFirst = false;
-  if (!queue_.push(op, &isFirst)) op->finish(destroyed());
-  if (isFirst) queue_.run(0);
+  enqueue(op, /*keepAlive=*/nullptr, /*willWait=*/false, timeout);
   return op;
 }
 
@@ -281,9 +270,7 @@ OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
 OpPtr Communicator::putInto(char* place, const Message& message) {
   diagnosis_.noteCaller();
   group_.membership.checkArena();
-  Signature signature = signatureOf(OpKind::kPut);
-  signature.bytes = message.data.bytes;
-  const auto op = makeMessage(OpKind::kPut, message, signature);
+  const auto op = makeMessage(message, signatureOf(OpKind::kPut, message));
   if (op->done()) return op;
   if (group_.membership.hasLeft(message.rank)) {
     op->finish(group_.membership.departed(message.rank));
@@ -294,12 +281,13 @@ OpPtr Communicator::putInto(char* place, const Message& message) {
   return op;
 }
 
-std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message& message,
+std::shared_ptr<MessageOp> Communicator::makeMessage(const Message& message,
                                                      const Signature& signature) {
-  auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed),
-                                        group_.options.rank, message.rank, message.tag);
+  auto op =
+      std::make_shared<MessageOp>(signature.kind, messages_.fetch_add(1, std::memory_order_relaxed),
+                                  group_.options.rank, message.rank, message.tag);
   if (hasFailed()) {
-    op->finish(diagnosis_.calledLate(kind));
+    op->finish(diagnosis_.calledLate(op->kind()));
     return op;
   }
   Operation operation =
@@ -312,11 +300,8 @@ std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message&
 OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive,
                          bool willWait, Milliseconds timeout) {
   diagnosis_.noteCaller();
-  Signature signature = signatureOf(kind);
-  signature.dtype = message.dtype;
-  signature.opaqueType = message.opaqueType;
-  signature.bytes = message.wholeBytes ? message.wholeBytes : message.data.bytes;
-  const auto op = makeMessage(kind, message, signature);
+  const Signature signature = signatureOf(kind, message);
+  const auto op = makeMessage(message, signature);
   if (op->done()) return op;
   op->keepAlive = std::move(keepAlive);
   op->timeout = timeout.count() > 0 ? timeout : this->timeout();
@@ -343,10 +328,11 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   return op;
 }
 
-void Communicator::noteWindow(const std::shared_ptr<Window>& window) {
+uint64_t Communicator::addWindow(const std::shared_ptr<Window>& window) {
   MutexLock lock(openWindowsMutex_);
   std::erase_if(openWindows_, [](const auto& entry) { return entry.expired(); });
   openWindows_.push_back(window);
+  return ++windows_;
 }
 
 void Communicator::releaseWindows() {

@@ -70,9 +70,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Forms the group: formation.h. Returns when all ranks have joined, or at the deadline
   // (options.timeout) with an error that names the missing ones. Connections beside those of the
   // control tree are made when first needed.
-  static Status create(GroupOptions options, std::shared_ptr<Store> store,
-                       std::shared_ptr<Communicator>* result);
-  // As create(), on the caller's engine: tests give each rank-thread its own.
+  // engine: null for the process's; tests give each rank-thread its own.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result);
   // Makes a second group of the same ranks, without any exchange: each rank
@@ -138,9 +136,9 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   }
 
   // ---- windows (window.h, which checks the arguments)
-  // A window gets its number when its opening begins to run: in the same order on all ranks.
-  uint64_t nextWindow() { return windows_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  void noteWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);
+  // Returns the number of a window, which gets it when its opening begins to run: in the same order
+  // on all ranks.
+  uint64_t addWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);
   // Puts a message into memory that is mapped here: done when it returns. place: may be null if the
   // message is empty.
   OpPtr putInto(char* place, const Message& message);
@@ -197,6 +195,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   const GroupOptions& options() const { return group_.options; }
   Mailbox& mailbox() { return mailbox_; }
   const GroupAddress& address() const { return mailbox_.group(); }
+  const std::vector<int>& hostRanks() const { return group_.hostRanks(); }
   Membership& membership() { return group_.membership; }
   const Membership& membership() const { return group_.membership; }
   Queue& queue() { return queue_; }
@@ -212,8 +211,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   OpPtr enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive, bool willWait,
                 Milliseconds timeout);
   // The op is done already if the group has failed.
-  std::shared_ptr<MessageOp> makeMessage(OpKind kind, const Message& message,
-                                         const Signature& signature);
+  std::shared_ptr<MessageOp> makeMessage(const Message& message, const Signature& signature);
   // Ends and records an operation that was called after the group had failed: the record shows that
   // this rank made the call, too.
   OpPtr endAtOnce(std::shared_ptr<Op> op, const Operation& operation);
@@ -235,8 +233,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   std::atomic<uint64_t> messages_{0};
   std::atomic<int> leavesAfter_{-1};
 
-  std::atomic<uint64_t> windows_{0};
   Mutex openWindowsMutex_;
+  uint64_t windows_ GUARDED_BY(openWindowsMutex_) = 0;  // opened so far
   std::vector<std::weak_ptr<Window>> openWindows_ GUARDED_BY(openWindowsMutex_);
 };
 

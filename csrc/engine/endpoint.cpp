@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/text.h"
 #include "base/sha256.h"
+#include "base/text.h"
 #include "engine/engine.h"
 #include "engine/formation.h"
 
@@ -17,14 +17,9 @@ std::string nonceOfTexts(const Handle& handle) {
 
 }  // namespace
 
-Status Endpoint::make(GroupOptions options, std::unique_ptr<Endpoint>* result) {
-  std::shared_ptr<Engine> engine;
-  MYCOLL_RETURN_IF_ERROR(Engine::process(&options, &engine));
-  return make(std::move(options), std::move(engine), result);
-}
-
 Status Endpoint::make(GroupOptions options, std::shared_ptr<Engine> engine,
                       std::unique_ptr<Endpoint>* result) {
+  if (!engine) MYCOLL_RETURN_IF_ERROR(Engine::process(&options, &engine));
   result->reset(new Endpoint(std::move(options), std::move(engine)));
   Endpoint& endpoint = **result;
   MYCOLL_RETURN_IF_ERROR(Handle::freshNonce(&endpoint.own_.nonce));

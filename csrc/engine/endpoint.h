@@ -40,8 +40,7 @@ class Endpoint {
  public:
   // options: the name, the store's host and the callbacks of all its groups. rank: distinguishes
   // several endpoints of this name in one process.
-  static Status make(GroupOptions options, std::unique_ptr<Endpoint>* result);
-  // As make(), on the caller's engine.
+  // engine: as Communicator::create().
   static Status make(GroupOptions options, std::shared_ptr<Engine> engine,
                      std::unique_ptr<Endpoint>* result);
 

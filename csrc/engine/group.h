@@ -73,6 +73,9 @@ struct Group {
   // Applies an event of the mailbox. Returns false for a control frame of another part.
   bool handle(const Event& event) REQUIRES(ioRole);
 
+  // The ranks on this one's host, itself included: they may share memory.
+  const std::vector<int>& hostRanks() const { return shape.membersOf(shape.hostOf(options.rank)); }
+
   const GroupOptions options;
   const std::shared_ptr<Engine> engine;
   Mailbox& mailbox;

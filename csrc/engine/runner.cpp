@@ -75,12 +75,6 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   return netCollective({context, group_.shape, *plans_, arena_.get()}, call);
 }
 
-Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(signature));
-  Status status = co_await carryOut(call, signature);
-  co_return status;
-}
-
 Task Runner::carryOutAlone(const Call& call) {
   if (call.kind == OpKind::kBarrier || call.kind == OpKind::kMonitoredBarrier) co_return Status();
   if (call.in.empty() || call.out.empty() || call.out[0].bytes == 0) co_return Status();
@@ -100,22 +94,12 @@ Task Runner::carryOutAlone(const Call& call) {
   co_return Status();
 }
 
-bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
-  if (group_.options.isExternal || ranks.size() < 2) return false;
-  const Mesh& mesh = group_.mailbox.mesh();
-  for (const int rank : ranks) {
-    if (!mesh.isLocal(group_.mailbox.group().peers[rank])) return false;
-  }
-  return mesh.options().transport != TransportChoice::kTcp;
-}
-
 // If all ranks are on this host, the arena runs everything; otherwise plans use it.
-Task Runner::shareWithHost(const Signature& first) {
+Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
   // The collective begins now: a rank that waits here for others of its host can then notify all.
-  if (group_.options.ranks > 1) group_.agreement.begin(begun(), first);
-  const std::vector<int>& members =
-      group_.shape.membersOf(group_.shape.hostOf(group_.options.rank));
-  if (mayShareMemory(members)) {
+  if (group_.options.ranks > 1) group_.agreement.begin(begun(), signature);
+  const std::vector<int>& members = group_.hostRanks();
+  if (!group_.options.isExternal && members.size() > 1) {
     Sharing sharing{group_.mailbox, &group_.membership, members, {}};
     if (group_.shape.hosts() > 1) {
       sharing.membership = nullptr;
@@ -136,28 +120,19 @@ Task Runner::shareWithHost(const Signature& first) {
   group_.record.setTransport(transport(), encryption());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", group_.options.name.c_str(),
                   group_.options.ranks, transport().c_str());
-  co_return Status();
-}
-
-int Runner::localRanks() const {
-  const Mesh& mesh = group_.mailbox.mesh();
-  int local = 0;
-  for (const PeerAddress& peer : group_.mailbox.group().peers) local += mesh.isLocal(peer);
-  return local;
+  Status status = co_await carryOut(call, signature);
+  co_return status;
 }
 
 std::string Runner::encryption() const {
   const std::shared_ptr<const Tls>& tls = group_.mailbox.mesh().options().tls;
-  const bool isEncrypted = tls && group_.options.ranks > 1 && localRanks() < group_.options.ranks;
-  return isEncrypted ? tls->describe() : "";
+  return tls && group_.shape.hosts() > 1 ? tls->describe() : "";
 }
 
 std::string Runner::transport() const {
   if (group_.options.ranks == 1) return "self";
-  if (group_.membership.arena()) return "shm";
-  const int local = localRanks();
-  if (local == group_.options.ranks) return "shm";
-  return local > 1 ? "shm+tcp" : "tcp";
+  if (group_.shape.hosts() == 1) return "shm";
+  return group_.hostRanks().size() > 1 ? "shm+tcp" : "tcp";
 }
 
 }  // namespace mycoll

@@ -46,10 +46,6 @@ class Runner final : public CollectiveRunner {
   Task carryOutFirst(const Call& call, const Signature& signature);
   Task carryOutAlone(const Call& call);
   Task awaitExternal(CollectiveOp& op);
-  // The number of ranks, itself included, that this rank may reach through shared memory.
-  int localRanks() const;
-  Task shareWithHost(const Signature& first);
-  bool mayShareMemory(const std::vector<int>& ranks) const;
   uint64_t nextNumber();
 
   Group& group_;

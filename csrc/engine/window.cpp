@@ -75,18 +75,6 @@ Status Window::open(Span memory, const Description& description, std::shared_ptr
   return Status();
 }
 
-// The other ranks of this host, which may map this one's memory.
-std::vector<int> Window::neighbours() const {
-  const Mailbox& mailbox = group_->mailbox();
-  std::vector<int> ranks;
-  for (int rank = 0; rank < group_->ranks(); ++rank) {
-    if (rank != group_->rank() && mailbox.mesh().isLocal(mailbox.group().peers[rank])) {
-      ranks.push_back(rank);
-    }
-  }
-  return ranks;
-}
-
 Window::Part Window::ownPart() const {
   Part part;
   part.window = id_;
@@ -103,9 +91,8 @@ Window::Part Window::ownPart() const {
 
 Task Window::introduce(CollectiveRunner& runner) {
   const int ranks = group_->ranks();
-  id_ = group_->nextWindow();
-  isExposed_ = !neighbours().empty() && SharedHeap::process().expose(memory_);
-  group_->noteWindow(shared_from_this());
+  id_ = group_->addWindow(shared_from_this());
+  isExposed_ = group_->hostRanks().size() > 1 && SharedHeap::process().expose(memory_);
   // This precedes the exchange, after which other ranks may put into it.
   group_->mailbox().windows().open(id_, memory_);
   std::vector<Part> parts(ranks);
@@ -139,7 +126,8 @@ Task Window::mapNeighbours(CollectiveRunner& runner, const std::vector<Part>& pa
   const SharedHeap& heap = SharedHeap::process();
   const bool isOffered = parts[self].segmentBytes > 0;
   const auto segment = isOffered ? heap.segmentOf(heap.find(memory_).region) : nullptr;
-  const std::vector<int> others = neighbours();
+  std::vector<int> others = group_->hostRanks();
+  std::erase(others, self);
   Signature signature;
   signature.kind = OpKind::kWindow;
   Batch descriptors(mailbox, signature);

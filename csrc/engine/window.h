@@ -101,7 +101,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   void moveTo(State next) REQUIRES(mutex_);
   Status checkOpen(int rank) const REQUIRES(mutex_);
   Part ownPart() const;
-  std::vector<int> neighbours() const;
   Task introduce(CollectiveRunner& runner);
   Task mapNeighbours(CollectiveRunner& runner, const std::vector<Part>& parts,
                      std::vector<std::shared_ptr<Pages>>& mapped);

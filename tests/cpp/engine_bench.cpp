@@ -248,7 +248,7 @@ struct Bench {
     options.ranks = ranks;
     options.storeHost = "127.0.0.1";
     std::shared_ptr<Communicator> group;
-    check(Communicator::create(options, store, &group));
+    check(Communicator::create(options, store, nullptr, &group));
     const size_t each = std::max<size_t>((bytes + 63) & ~size_t{63}, 64) * 2;
     const size_t copies =
         getenv("COLD") ? std::max<size_t>(1, std::min<size_t>(4096, (size_t{96} << 20) / each)) : 1;

@@ -44,12 +44,12 @@ void Op::finish(Status status) {
 }
 
 Operation CollectiveOp::description() const {
-  const uint8_t flags = external ? kIsOnDevice : composite ? kIsComposite : 0;
-  Operation operation = Operation::of(signature, sequence(), flags);
-  if (!external) {
-    operation.inBytes = totalBytes(call.in);
-    operation.outBytes = totalBytes(call.out);
-  }
+  Operation operation;
+  operation.signature = signature;
+  operation.flags = external ? kIsOnDevice : composite ? kIsComposite : 0;
+  operation.sequence = sequence();
+  operation.inBytes = external ? signature.bytes : totalBytes(call.in);
+  operation.outBytes = external ? signature.bytes : totalBytes(call.out);
   return operation;
 }
 

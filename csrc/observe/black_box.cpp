@@ -88,6 +88,12 @@ std::string names(int count) {
   return text += ']';
 }
 
+// Starts without a box: one is made at first use, not in every forked child.
+struct Holder {
+  std::atomic<BlackBox*> box{nullptr};
+  Mutex making;
+};
+
 // Other threads may be writing: each word has the value of some moment.
 void copyWords(const void* from, char* to, size_t bytes) {
   const auto* words = static_cast<const uint64_t*>(from);
@@ -111,16 +117,6 @@ struct BlackBox::Box {
   char version[32];
   Tally ended[kOpKinds];  // of closed groups
 };
-
-namespace {
-
-// Starts without a box: one is made at first use, not in every forked child.
-struct Holder {
-  std::atomic<BlackBox*> box{nullptr};
-  Mutex making;
-};
-
-}  // namespace
 
 BlackBox& BlackBox::process() {
   Holder& holder = perProcess<Holder>();
@@ -186,16 +182,16 @@ void BlackBox::describe() {
               MYCOLL_PART(Entry, signature, reduceOp), MYCOLL_PART(Entry, signature, root),
               MYCOLL_PART(Entry, signature, bytes), MYCOLL_PART(Entry, signature, layout)});
   const std::string group =
-      joined({MYCOLL_FIELD(GroupState, phase),       MYCOLL_FIELD(GroupState, life),
-              MYCOLL_FIELD(GroupState, capacity),    MYCOLL_FIELD(GroupState, rank),
-              MYCOLL_FIELD(GroupState, ranks),       MYCOLL_FIELD(GroupState, context),
-              MYCOLL_FIELD(GroupState, isPart),      MYCOLL_FIELD(GroupState, submitted),
-              MYCOLL_FIELD(GroupState, finished),    MYCOLL_FIELD(GroupState, waitVersion),
-              MYCOLL_FIELD(GroupState, waitCount),   MYCOLL_FIELD(GroupState, waitSequence),
-              MYCOLL_FIELD(GroupState, waitRanks),   MYCOLL_FIELD(GroupState, globalRanks),
-              MYCOLL_FIELD(GroupState, tallies),     MYCOLL_FIELD(GroupState, name),
-              MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, transport),
-              MYCOLL_FIELD(GroupState, encryption),  MYCOLL_FIELD(GroupState, failure)});
+      joined({MYCOLL_FIELD(GroupState, phase), MYCOLL_FIELD(GroupState, capacity),
+              MYCOLL_FIELD(GroupState, rank), MYCOLL_FIELD(GroupState, ranks),
+              MYCOLL_FIELD(GroupState, context), MYCOLL_FIELD(GroupState, isPart),
+              MYCOLL_FIELD(GroupState, submitted), MYCOLL_FIELD(GroupState, finished),
+              MYCOLL_FIELD(GroupState, waitVersion), MYCOLL_FIELD(GroupState, waitCount),
+              MYCOLL_FIELD(GroupState, waitSequence), MYCOLL_FIELD(GroupState, waitRanks),
+              MYCOLL_FIELD(GroupState, globalRanks), MYCOLL_FIELD(GroupState, tallies),
+              MYCOLL_FIELD(GroupState, name), MYCOLL_FIELD(GroupState, description),
+              MYCOLL_FIELD(GroupState, transport), MYCOLL_FIELD(GroupState, encryption),
+              MYCOLL_FIELD(GroupState, failure)});
   const std::string box =
       joined({MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, realtimeOffset),
               MYCOLL_FIELD(Box, copied), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, job),
@@ -230,22 +226,17 @@ void BlackBox::describe() {
 
 GroupState* BlackBox::take() {
   MutexLock lock(mutex_);
-  if (!returned_.empty()) {
-    GroupState* area = returned_.front();
+  GroupState* area = nullptr;
+  if (returned_.empty()) {
+    area = reinterpret_cast<GroupState*>(map(groupsAt() + areas_.size() * areaBytes_, areaBytes_));
+    areas_.push_back(area);
+  } else {
+    area = returned_.front();
     returned_.pop_front();
-    const uint32_t life = get(area->life);
     put(area->phase, static_cast<uint32_t>(GroupPhase::kUnused));
-    Entry* entries = entriesOf(area);
-    for (uint32_t i = 0; i < capacity_; ++i) put(entries[i].id, uint64_t{0});
-    new (area) GroupState{};
-    put(area->life, life + 1);
-    put(area->capacity, capacity_);
-    return area;
+    for (uint32_t i = 0; i < capacity_; ++i) put(entriesOf(area)[i].id, uint64_t{0});
   }
-  char* const memory = map(groupsAt() + areas_.size() * areaBytes_, areaBytes_);
-  auto* area = new (memory) GroupState{};
-  areas_.push_back(area);
-  put(area->life, uint32_t{1});  // 0 is the value while an area is reassigned, and no group's
+  new (area) GroupState{};
   put(area->capacity, capacity_);
   box_->groups.store(static_cast<uint32_t>(areas_.size()), std::memory_order_release);
   return area;

@@ -93,11 +93,11 @@ struct GroupState {
   static constexpr size_t kFailureBytes = 1024;
 
   std::atomic<uint32_t> phase;
-  std::atomic<uint32_t> life;  // incremented for each group that uses this area
   std::atomic<uint32_t> capacity;
   std::atomic<int32_t> rank;
   std::atomic<int32_t> ranks;
-  std::atomic<uint64_t> context;    // the same on all ranks of the group, unique to it
+  // The same on all ranks of the group, and no other group's; 0 while the area is reassigned.
+  std::atomic<uint64_t> context;
   std::atomic<uint64_t> written;    // the number of entries written: the index of the next one
   std::atomic<uint64_t> submitted;  // collectives
   std::atomic<uint64_t> finished;

@@ -24,15 +24,6 @@ constexpr int kMaxLeft = 16;
 
 }  // namespace
 
-Operation Operation::of(const Signature& signature, uint64_t sequence, uint8_t flags) {
-  Operation result;
-  result.signature = signature;
-  result.flags = flags;
-  result.sequence = sequence;
-  result.inBytes = result.outBytes = signature.bytes;
-  return result;
-}
-
 Operation Operation::ofMessage(const Signature& signature, int peer, uint64_t tag, uint64_t bytes) {
   Operation result;
   result.signature = signature;
@@ -68,7 +59,7 @@ void OpRecord::finish(bool isOk, int64_t now) const {
     put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
   }
   if (!group_) return;
-  const bool isClosed = get(group_->life) != life_ ||
+  const bool isClosed = get(group_->context) != context_ ||
                         get(group_->phase) == static_cast<uint32_t>(GroupPhase::kClosed);
   Tally& tally =
       isClosed ? BlackBox::process().ended(kind_) : group_->tallies[static_cast<int>(kind_)];
@@ -115,7 +106,7 @@ OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isSt
   OpRecord record;
   if (isClosed_.load(std::memory_order_relaxed)) return record;
   record.group_ = state_;
-  record.life_ = get(state_->life);
+  record.context_ = get(state_->context);
   record.kind_ = operation.signature.kind;
   record.sequence_ = operation.sequence;
   record.bytes_ = std::max(operation.inBytes, operation.outBytes);

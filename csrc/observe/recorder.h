@@ -35,7 +35,6 @@ struct Operation {
   uint64_t inBytes = 0;  // of this rank
   uint64_t outBytes = 0;
 
-  static Operation of(const Signature& signature, uint64_t sequence, uint8_t flags);
   static Operation ofMessage(const Signature& signature, int peer, uint64_t tag, uint64_t bytes);
 };
 
@@ -60,7 +59,7 @@ class OpRecord {
   bool isCurrent() const { return entry_ && get(entry_->id) == id_; }
 
   GroupState* group_ = nullptr;
-  uint32_t life_ = 0;       // of the group: its area may belong to another one by now
+  uint64_t context_ = 0;    // of the group: its area may belong to another one by now
   Entry* entry_ = nullptr;  // null: single operations are not recorded
   uint64_t id_ = 0;
   // For the tallies.

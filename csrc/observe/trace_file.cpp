@@ -143,13 +143,6 @@ std::string chosenPath() {
   return jobFolder() + "/rank_" + std::to_string(std::max(0, rank));
 }
 
-Status makeJobFolder() {
-  MYCOLL_RETURN_IF_ERROR(makePrivate(parentFolder()));
-  MYCOLL_RETURN_IF_ERROR(makePrivate(jobFolder()));
-  removeOldJobs(parentFolder());
-  return Status();
-}
-
 bool isOff() { return !BlackBox::process().isOn() || Env::process().traceFile == "off"; }
 
 // Quotes a path for a shell.
@@ -207,10 +200,13 @@ void TraceFile::writeInBackground(bool isUnseen) {
 }
 
 Status TraceFile::write(const std::string& path, std::string* written) {
-  if (path.empty() && isInJobFolder()) MYCOLL_RETURN_IF_ERROR(makeJobFolder());
+  if (path.empty() && isInJobFolder()) {
+    MYCOLL_RETURN_IF_ERROR(makePrivate(parentFolder()));
+    MYCOLL_RETURN_IF_ERROR(makePrivate(jobFolder()));
+    removeOldJobs(parentFolder());
+  }
   *written = path.empty() ? chosenPath() : path;
-  MYCOLL_RETURN_IF_ERROR(writeWhole(*written, BlackBox::process().snapshot()));
-  return Status();
+  return writeWhole(*written, BlackBox::process().snapshot());
 }
 
 }  // namespace mycoll

@@ -14,7 +14,8 @@
 
 namespace mycoll {
 
-// Free blocks of one size.
+// Free blocks, for objects of this type.
+template <typename T>
 class Shelf {
  public:
   // Null: none is available.
@@ -61,8 +62,6 @@ class Recycler {
   bool operator==(const Recycler&) const { return true; }
 
  private:
-  struct OwnShelf : Shelf {};  // a type for each T
-
   static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 #ifdef __SANITIZE_ADDRESS__
   static constexpr bool kKeeps = false;  // ASan must detect a use of a freed block
@@ -70,7 +69,7 @@ class Recycler {
   static constexpr bool kKeeps = true;
 #endif
 
-  static Shelf& shelf() { return perProcess<OwnShelf>(); }
+  static Shelf<T>& shelf() { return perProcess<Shelf<T>>(); }
   static bool isKept(size_t count) { return kKeeps && count == 1; }
 };
 

@@ -36,33 +36,6 @@ std::string linkTarget(const char* path) {
   return std::string(target, static_cast<size_t>(std::max<ssize_t>(length, 0)));
 }
 
-}  // namespace
-
-std::string kernelIdentity() {
-  // Sandboxes may hide the boot id.
-  return bootId.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : bootId;
-}
-
-std::string hostIdentity() {
-  const std::string space = linkTarget("/proc/self/ns/net");
-  return kernelIdentity() + "/" + (space.empty() ? "net:?" : space);
-}
-
-std::string pidSpace() {
-  const std::string space = linkTarget("/proc/self/ns/pid");
-  return space.empty() ? "" : kernelIdentity() + "/" + space;
-}
-
-std::string hostName() {
-  char text[HOST_NAME_MAX + 1] = {};
-  if (::gethostname(text, HOST_NAME_MAX) != 0 || text[0] == '\0') return "localhost";
-  return text;
-}
-
-pid_t processId() { return ::getpid(); }
-
-namespace {
-
 constexpr unsigned long kExiting = 0x4 | 0x200;  // PF_EXITING, PF_DUMPCORE of the kernel
 constexpr unsigned long kKilled = 1ul << (SIGKILL - 1);
 
@@ -124,6 +97,29 @@ bool hasOtherThreads(pid_t pid) {
 }
 
 }  // namespace
+
+std::string kernelIdentity() {
+  // Sandboxes may hide the boot id.
+  return bootId.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : bootId;
+}
+
+std::string hostIdentity() {
+  const std::string space = linkTarget("/proc/self/ns/net");
+  return kernelIdentity() + "/" + (space.empty() ? "net:?" : space);
+}
+
+std::string pidSpace() {
+  const std::string space = linkTarget("/proc/self/ns/pid");
+  return space.empty() ? "" : kernelIdentity() + "/" + space;
+}
+
+std::string hostName() {
+  char text[HOST_NAME_MAX + 1] = {};
+  if (::gethostname(text, HOST_NAME_MAX) != 0 || text[0] == '\0') return "localhost";
+  return text;
+}
+
+pid_t processId() { return ::getpid(); }
 
 uint64_t processStartTicks(pid_t pid) { return readStat(pid, pid).startTicks; }
 

@@ -97,7 +97,7 @@ MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
         now.device = nullptr;  // windows are for the CPU
         return now;
       }()),
-      window_(mycoll::Window::make(enter("new_window").communicator())) {}
+      window_(std::make_shared<mycoll::Window>(enter("new_window").communicator())) {}
 
 UserCall MycollWindow::enter(const char* function) const {
   (void)backend_->enter(function);

@@ -450,7 +450,6 @@ class Root final : public Forming {
   Status lookAtStore();
   Status lookAt(int rank, bool* found);
   Status consider(int rank, Handle handle);
-  bool isToBeRead(int rank) const;
   int firstUnknown() const;
   Status handleReports();
   Status handleReport(const Round::Report& report);
@@ -585,12 +584,6 @@ int Root::firstUnknown() const {
   return 0;
 }
 
-// Whether there may be another handle than the one that is known.
-bool Root::isToBeRead(int rank) const {
-  const Candidate& candidate = candidates_[rank];
-  return !candidate.isInvited() || (candidate.isSlow && !joined_[rank]);
-}
-
 Status Root::lookAtStore() {
   if (!usesStore()) return Status();
   if (!isPublished_) {
@@ -605,7 +598,9 @@ Status Root::lookAtStore() {
   if (nextLook_.isNever()) nextLook_ = Deadline::after(lookPause_);
   if (!nextLook_.expired()) return Status();
   for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (isToBeRead(rank)) MYCOLL_RETURN_IF_ERROR(lookAt(rank, &found));
+    const Candidate& known = candidates_[rank];
+    const bool mayHaveChanged = !known.isInvited() || (known.isSlow && !joined_[rank]);
+    if (mayHaveChanged) MYCOLL_RETURN_IF_ERROR(lookAt(rank, &found));
   }
   hasLooked_ = true;
   lookPause_ = std::max(std::min(2 * lookPause_, kLookAgain), pollPause(kShortestPoll));

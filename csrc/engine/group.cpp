@@ -26,19 +26,17 @@ Group::Group(GroupOptions theOptions, std::shared_ptr<Engine> theEngine, Mailbox
       membership(*this),
       agreement(*this) {}
 
-bool Group::onControl(const ControlFrame& frame) {
-  const int source = frame.header.source;
-  switch (frame.header.kind) {
-    case FrameKind::kAbort: return membership.onAbort(source, frame.payload), true;
-    case FrameKind::kGoodbye: return membership.onGoodbye(source, frame.payload), true;
-    case FrameKind::kProbe: return agreement.onProbe(source, frame.payload), true;
-    case FrameKind::kArrived: return agreement.onArrived(source, frame.payload), true;
-    default: return false;
-  }
-}
-
 bool Group::handle(const Event& event) {
-  if (const auto* const frame = std::get_if<ControlFrame>(&event)) return onControl(*frame);
+  if (const auto* const frame = std::get_if<ControlFrame>(&event)) {
+    const int source = frame->header.source;
+    switch (frame->header.kind) {
+      case FrameKind::kAbort: membership.onAbort(source, frame->payload); break;
+      case FrameKind::kGoodbye: membership.onGoodbye(source, frame->payload); break;
+      case FrameKind::kProbe: agreement.onProbe(source, frame->payload); break;
+      case FrameKind::kArrived: agreement.onArrived(source, frame->payload); break;
+      default: return false;
+    }
+  }
   if (const auto* const difference = std::get_if<CallsDiffer>(&event)) {
     agreement.onDifference(*difference);
   } else if (const auto* const lost = std::get_if<PeerLost>(&event)) {

@@ -84,9 +84,6 @@ struct Group {
   const ControlTree tree;
   Membership membership;
   Agreement agreement;
-
- private:
-  bool onControl(const ControlFrame& frame) REQUIRES(ioRole);
 };
 
 }  // namespace mycoll

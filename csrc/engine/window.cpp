@@ -38,10 +38,6 @@ struct Window::Part {
   Description description{};
 };
 
-std::shared_ptr<Window> Window::make(std::shared_ptr<Communicator> group) {
-  return std::shared_ptr<Window>(new Window(std::move(group)));
-}
-
 Window::Window(std::shared_ptr<Communicator> group) : group_(std::move(group)) {}
 
 Window::~Window() { end(); }

@@ -65,7 +65,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   // A rank's description of its memory for the others, opaque to the window.
   using Description = std::array<char, 160>;
 
-  static std::shared_ptr<Window> make(std::shared_ptr<Communicator> group);
+  explicit Window(std::shared_ptr<Communicator> group);
   ~Window();
 
   // Both return a composite (kWindow) for the caller to submit; all ranks do so, in the same order
@@ -97,7 +97,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   enum class State { kClosed, kOpening, kOpen, kClosing };
   struct Part;  // a rank's entry: its memory
 
-  explicit Window(std::shared_ptr<Communicator> group);
   void moveTo(State next) REQUIRES(mutex_);
   Status checkOpen(int rank) const REQUIRES(mutex_);
   Part ownPart() const;

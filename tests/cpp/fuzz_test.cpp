@@ -447,7 +447,7 @@ void describe(const test::Input& input) {
     const bool isShared = places & (group.rank() == 0 ? 2 : 4);
     std::vector<char> own(kWindowBytes);
     void* const block = heap.allocate(kWindowBytes);
-    const auto window = Window::make(group.shared_from_this());
+    const auto window = std::make_shared<Window>(group.shared_from_this());
     const auto complete = [&](const OpPtr& op) { return group.wait(op, Deadline::never()); };
     Composite honest, opening;
     ASSERT_OK(window->open({isShared ? block : own.data(), kWindowBytes}, {}, nullptr, &honest));

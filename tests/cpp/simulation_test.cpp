@@ -359,7 +359,8 @@ struct Target {
   Numbers memory = Numbers(kSteps * kMostElements);
   std::shared_ptr<Window> window;
 
-  explicit Target(Communicator& group) : window(Window::make(group.shared_from_this())) {}
+  explicit Target(Communicator& group)
+      : window(std::make_shared<Window>(group.shared_from_this())) {}
 
   Status open(Communicator& group) {
     Composite opening;

@@ -107,7 +107,7 @@ bool isMapped(const std::shared_ptr<Window>& window, int rank) {
 }
 
 std::shared_ptr<Window> makeWindow(Communicator& group) {
-  return Window::make(group.shared_from_this());
+  return std::make_shared<Window>(group.shared_from_this());
 }
 
 struct Place {

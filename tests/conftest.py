@@ -22,7 +22,7 @@ sys.path[:0] = PYTHON_PATHS
 
 from faults.harness import SUITE_PATIENCE, Stage  # noqa: E402
 from worlds import device as devices  # noqa: E402
-from worlds import gloo_gaps, ports  # noqa: E402
+from worlds import gloo_gaps, ports, servers, warm  # noqa: E402
 from worlds.pool import Options, Pool, World  # noqa: E402
 
 BUILD_HINT = (
@@ -88,6 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CPP_TEST_DIR"] = str(folder)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PYTHON_PATHS + ([inherited] if inherited else []))
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        servers.share()
+        warm.share()
 
 
 def pytest_collection_finish() -> None:

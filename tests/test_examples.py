@@ -63,9 +63,9 @@ def test_elastic(tmp_path: Path):
     """Its processes are forked from one that has imported torch."""
     text = (EXAMPLES / "elastic.py").read_text()
     spawn = 'context = mp.get_context("spawn")'
-    forked = 'context = mp.get_context("forkserver")'
+    forked = "from worlds import servers; context = servers.context()"
     assert text.count(spawn) == 1
-    text = text.replace(spawn, f"{forked}; context.set_forkserver_preload(['worlds.preload'])")
+    text = text.replace(spawn, forked)
     program = tmp_path / "elastic.py"
     program.write_text(text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import mycoll
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import launch
-from worlds.pool import PRELOAD
+from worlds import servers
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +26,8 @@ def one_thread(monkeypatch, backend):
 def quick_start(monkeypatch):
     """Ranks are forked from a process that has imported torch, where a test is not about how they
     start. They have its environment."""
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
-    server = forkserver._forkserver._forkserver_pid
+    start = servers.context()
+    server = servers.pid()
     process = start.Process
 
     def child_of_server(args, **more):  # ranks end with their parent

@@ -4,23 +4,29 @@ What torchrun itself starts is in test_launchers.py and test_elastic.py."""
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import runpy
 import sys
 
+import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from worlds.pool import PRELOAD
+from worlds import servers
 
 
-def work(program: str, *arguments: str) -> None:
+def work(agent: int, environment: dict[str, str], program: str, *arguments: str) -> None:
+    for name, value in environment.items():  # the server has another one, and other files
+        os.environ.setdefault(name, value)
+    for fd in (1, 2):
+        os.dup2(os.open(f"/proc/{agent}/fd/{fd}", os.O_WRONLY | os.O_APPEND), fd)
+    torch.set_num_threads(1)
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")
 
 
 def main() -> None:
     restarts, program, *arguments = sys.argv[1:]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    servers.context()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -32,7 +38,7 @@ def main() -> None:
         monitor_interval=0.1,
         start_method="forkserver",
     )
-    elastic_launch(config, work)(program, *arguments)
+    elastic_launch(config, work)(os.getpid(), dict(os.environ), program, *arguments)
 
 
 if __name__ == "__main__":

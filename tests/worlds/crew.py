@@ -12,7 +12,6 @@ They are forked from a server that has imported torch, so each one begins after 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from worlds.pool import PRELOAD
+from worlds import servers
 
 PATIENCE = 120.0
 
@@ -36,8 +35,7 @@ class Crew:
     """The living processes, by number. All are killed at the end of the context."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context = servers.context()
         self._living: dict[int, tuple[ForkServerProcess, Connection]] = {}
         self._started = 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing as mp
 import multiprocessing.connection as mpc
 import os
 import pickle
@@ -22,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from worlds import worker
+from worlds import servers, worker
 
 RANK_PREFIX = re.compile(r"\[rank\d+\]:\[\w+ [\d:.]+ ")  # of torch's log lines
-PRELOAD = ["worlds.preload"]
 # At each connection to a TCPStore torch asks for the name of 127.0.0.1, and there are thousands of
 # them: a name server that loses some of these questions must not cost 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -101,8 +99,7 @@ class World:
         self.broken = False
         self._dir = tempfile.TemporaryDirectory(prefix="world-")
         name = f"{os.getpid()}-{next(self._ids)}"
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = servers.context()
         self.members: list[Member] = []
         for rank in range(spec.size):
             ours, theirs = context.Pipe()

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 1 << 20  # bytes of a request
+SHARED = "WORLDS_WARM_SERVER"  # a variable: the address of the server to use
 OPTIMIZERS = (
     "torch._dynamo",
 )  # what the first step of any optimizer imports, for a second or more
@@ -63,24 +64,44 @@ class Program:
 
 @functools.cache
 def server(*preload: str) -> socket.socket:
-    """One for the whole test run; it ends when this process does. preload: what it imports besides
-    torch."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
+    """For requests to a server. preload: what it imports besides torch."""
+    requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
+    shared = None if preload else os.environ.get(SHARED)
+    requests.connect(abstract(shared or launch(*preload)))
+    return requests
+
+
+def share() -> None:
+    """Starts the server without `preload` for this process and for all that it will start."""
+    os.environ[SHARED] = launch()
+
+
+def launch(*preload: str) -> str:
+    """Starts a server, which ends when this process does; its address."""
+    address = "@" + "-".join(("worlds", str(os.getpid()), *preload))
+    alive, ours = os.pipe()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL", "PYTHONPATH"))}
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno()), *preload],
-        env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        pass_fds=[theirs.fileno()],
-    )
-    theirs.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as theirs:
+        theirs.bind(abstract(address))
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), str(alive), *preload],
+            env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            pass_fds=[theirs.fileno(), alive],
+        )
+    os.close(alive)
     atexit.register(end, ours, process)
-    return ours
+    return address
 
 
-def end(requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Ends the server, which leaves when nobody can ask it for anything."""
-    requests.close()
+def abstract(address: str) -> str:
+    """As the kernel has it. A variable cannot contain its first character."""
+    return address.replace("@", "\0", 1)
+
+
+def end(ours: int, process: subprocess.Popen[bytes]) -> None:
+    """Ends a server, which leaves when the other end of its pipe is closed."""
+    os.close(ours)
     process.wait(10)
 
 
@@ -162,7 +183,7 @@ def ranks(
 # --- in the server --------------------------------------------------------------------------------
 
 
-def serve(requests: socket.socket, preload: Sequence[str]) -> dict[str, Any]:
+def serve(requests: socket.socket, alive: int, preload: Sequence[str]) -> dict[str, Any]:
     """Returns in each new process, with what to run; ends with the process of the tests."""
     for name in ("torch", *preload):
         importlib.import_module(name)
@@ -170,14 +191,16 @@ def serve(requests: socket.socket, preload: Sequence[str]) -> dict[str, Any]:
     gc.freeze()  # each program would look at all of it, and so copy its pages
     gc.set_threshold(20_000, 20, 20)
     while True:
-        data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
+        ready, _, _ = select.select([requests, alive], [], [])
         with contextlib.suppress(ChildProcessError):  # their times count as this process's, so
             while os.waitpid(-1, os.WNOHANG)[0]:  # that `time` sees them
                 pass
-        if not data:
+        if alive in ready:
             os._exit(0)
+        data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
         if os.fork() == 0:
             requests.close()
+            os.close(alive)
             return watched(pickle.loads(data), *fds)
         for fd in fds:
             os.close(fd)
@@ -244,7 +267,7 @@ def run(code: Any, main: types.ModuleType) -> int:
 
 
 if __name__ == "__main__":
-    request = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    request = serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])
     main = become(request)
     code = compile(request["code"], request["name"], "exec")
     if not request["to_the_end"]:

@@ -1,0 +1,48 @@
+"""The server that ranks are forked from: multiprocessing's, with torch imported. The processes of
+pytest-xdist, and programs that they start, share the one of the process that started them all:
+each server would take seconds to import torch, and then do next to nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+PRELOAD = ["worlds.preload"]
+SHARED = "WORLDS_FORK_SERVER"  # a variable: process and address of the server to use
+
+
+def context() -> ForkServerContext:
+    """Its processes have the environment of the server."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOAD)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if SHARED in os.environ and server._forkserver_address is None:
+        pid, _, address = os.environ[SHARED].partition(":")
+        server._forkserver_pid = int(pid)
+        server._forkserver_address = address
+        # It ends with the process that started it, not with this one.
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+    return found
+
+
+def share() -> None:
+    """Starts a server for this process and for all that it will start."""
+    if sys.version_info >= (3, 14):  # whose servers ask for a key that is not in the environment
+        return
+    context()
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.environ[SHARED] = f"{server._forkserver_pid}:{server._forkserver_address}"
+
+
+def pid() -> int:
+    """The parent of the processes that are forked."""
+    context()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server.ensure_running()
+    return int(server._forkserver_pid)

@@ -1,6 +1,7 @@
 // Calls whose data is known: int32 elements that tell their rank and place.
 #pragma once
 
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,7 +57,7 @@ inline void expectSums(const std::vector<int32_t>& values, int ranks, size_t fro
   }
 }
 
-inline void expectInput(const std::vector<int32_t>& values, int rank, size_t from = 0) {
+inline void expectInput(std::span<const int32_t> values, int rank, size_t from = 0) {
   for (size_t i = 0; i < values.size(); ++i) {
     if (values[i] != element(rank, from + i)) {
       EXPECT_EQ(values[i], element(rank, from + i));

@@ -60,7 +60,7 @@ std::vector<char> randomInput(DType dtype, int rank, size_t count) {
   return values;
 }
 
-std::vector<char> expected(DType dtype, ReduceOp op, size_t count) {
+const std::vector<char>& expected(DType dtype, ReduceOp op, size_t count) {
   static std::mutex mutex;  // the ranks are threads, and all want the same
   static std::map<std::tuple<DType, ReduceOp, size_t, int>, std::vector<char>> known;
   std::lock_guard<std::mutex> lock(mutex);
@@ -90,7 +90,7 @@ bool areEqual(const char* left, const char* right, size_t bytes) {
 void expectBits(Communicator& group, DType dtype, ReduceOp op, size_t count) {
   const int self = group.rank();
   const size_t bytes = count * elementSize(dtype);
-  const std::vector<char> wanted = expected(dtype, op, count);
+  const std::vector<char>& wanted = expected(dtype, op, count);
   const std::string what = std::string(name(dtype)) + " " + name(op) + " " + std::to_string(count);
   auto isRight = [&](const char* got, const char* right, size_t length, const char* kind) {
     if (areEqual(got, right, length)) return;
@@ -450,11 +450,7 @@ TEST(Hosts, dataThatIsMoved) {
         EXPECT(run(group, broadcast).ok());
         expectInput(data, root);
       }
-      std::vector<int32_t> from(kRanks * count);
-      for (int rank = 0; rank < kRanks; ++rank) {
-        const std::vector<int32_t> block = input(self, count, rank * count);
-        std::copy(block.begin(), block.end(), from.begin() + rank * count);
-      }
+      std::vector<int32_t> from = input(self, kRanks * count);
       Call exchange = call(OpKind::kAllToAll);
       for (int rank = 0; rank < kRanks; ++rank) {
         exchange.in.push_back(span(from, rank * count, count));

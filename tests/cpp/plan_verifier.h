@@ -456,27 +456,26 @@ class Verifier {
       read.push_back(at(rank, chunk, input.place, false));
       if (!read.back()) return fail("an input is outside of its memory");
     }
+    if (size_t next = 0; !isTree(inputs, inputs.front().node.lo, inputs.back().node.hi, &next) ||
+                         next != inputs.size()) {
+      return fail("rank " + std::to_string(rank) + " adds up what is no node");
+    }
     std::vector<Cell> results;
+    results.reserve(step.count * width);
     for (uint64_t i = 0; i < step.count; ++i) {
-      std::vector<Cell> cells;
+      Cell result;
       for (size_t k = 0; k < inputs.size(); ++k) {
         const FoldInput& input = inputs[k];
-        cells.push_back(read[k][i * (input.isWide ? wide : 1)]);
-        if (cells.back().node != input.node || cells.back().isWide != input.isWide ||
-            cells.back().isResult) {
-          return fail("rank " + std::to_string(rank) + " adds up " + describe(cells.back()));
+        const Cell& cell = read[k][i * (input.isWide ? wide : 1)];
+        if (cell.node != input.node || cell.isWide != input.isWide || cell.isResult) {
+          return fail("rank " + std::to_string(rank) + " adds up " + describe(cell));
         }
-        if (cells.back().block != cells[0].block || cells.back().element != cells[0].element) {
+        if (k == 0) result = cell;
+        if (cell.block != result.block || cell.element != result.element) {
           return fail("rank " + std::to_string(rank) + " adds up different elements");
         }
       }
-      size_t next = 0;
-      if (!isTree(cells, cells.front().node.lo, cells.back().node.hi, &next) ||
-          next != cells.size()) {
-        return fail("rank " + std::to_string(rank) + " adds up what is no node");
-      }
-      Cell result = cells[0];
-      result.node.hi = cells.back().node.hi;
+      result.node.hi = inputs.back().node.hi;
       result.isWide = !step.isResult && wide > 1;
       result.isResult = step.isResult;
       results.insert(results.end(), width, result);
@@ -484,13 +483,13 @@ class Verifier {
     std::copy(results.begin(), results.end(), to);
   }
 
-  bool isTree(const std::vector<Cell>& cells, int lo, int hi, size_t* next) const {
-    if (*next >= cells.size()) return false;
-    const Node node = cells[*next].node;
+  bool isTree(const std::vector<FoldInput>& inputs, int lo, int hi, size_t* next) const {
+    if (*next >= inputs.size()) return false;
+    const Node node = inputs[*next].node;
     if (node.lo == lo && node.hi == hi) return ++*next, true;
     if (hi - lo < 2) return false;
     const int middle = tree_.middle(lo, hi);
-    return isTree(cells, lo, middle, next) && isTree(cells, middle, hi, next);
+    return isTree(inputs, lo, middle, next) && isTree(inputs, middle, hi, next);
   }
 
   void checkOutput(int rank) {

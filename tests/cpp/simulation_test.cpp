@@ -668,7 +668,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
   }
   std::thread clock([&] {
     while (running.load() > 0) {
-      std::this_thread::sleep_for(300us);
+      std::this_thread::sleep_for(1ms);
       for (auto& engine : engines) engine->mesh()->sleeper().wakeAll();
     }
   });

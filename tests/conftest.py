@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
+gc.disable()  # until the tests are collected: it would look at all of torch again and again
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 PYTHON_PATHS = [str(TESTS)]  # for `worlds`, here and (by way of PYTHONPATH) in the workers
@@ -95,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # torch and two thousand tests, which stay until the end
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

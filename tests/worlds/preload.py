@@ -5,18 +5,21 @@ and so copy its page, in each rank."""
 
 import gc
 
-import pytest
-import torch
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.testing
+gc.disable()  # until all is imported: it finds nothing
 
-from worlds import arith, device, worker
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.distributed.checkpoint  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor  # noqa: E402
+import torch.testing  # noqa: E402
+
+from worlds import arith, device, worker  # noqa: E402
 
 __all__ = ["arith", "device", "pytest", "torch", "worker"]
 
 gc.collect()
 gc.freeze()
+gc.enable()
 gc.set_threshold(20_000, 20, 20)  # what ranks make on top of it is little

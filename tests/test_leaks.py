@@ -7,8 +7,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import warm
 from worlds.worker import Ctx
 
 GROUPS = 200
@@ -108,9 +107,9 @@ torch.distributed.nn.all_reduce(torch.ones(3))
 def test_a_world_of_another_backend_is_freed():
     """gloo's threads end with it. If they lived on, one might drop a tensor while Python ends, for
     which torch ends the process."""
-    command = [sys.executable, "-c", BESIDE_A_GLOO_WORLD]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    program = warm.start(BESIDE_A_GLOO_WORLD, to_the_end=True)
+    _, error = program.communicate(100)
+    assert program.returncode == 0, error
 
 
 def half_begun_groups(ctx: Ctx) -> int:

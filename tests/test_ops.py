@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from faults.harness import Seen, answers, attempt, kill_one
-from worlds import arith
+from worlds import arith, warm
 from worlds.worker import Ctx
 
 # Inductor compiles C++ and is slow on a busy machine; the graph is the same.
@@ -313,7 +310,7 @@ dist.destroy_process_group()
 
 def test_they_are_there_with_the_first_group(mycoll_only):
     """Also for those who have looked before. Importing torch makes none."""
-    run = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(run, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "mycoll::all_reduce_(Tensor(a!) x, str group) -> ()"
+    program = warm.start(PROGRAM)
+    out, error = program.communicate(60)
+    assert program.returncode == 0, error
+    assert out.strip() == "mycoll::all_reduce_(Tensor(a!) x, str group) -> ()"

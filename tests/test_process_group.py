@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -309,9 +307,10 @@ def test_processes() -> None:
     """Two processes with two ranks each."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = f"import test_process_group as t; assert t.two_of_four({server.port}, 2) == [10, 10]"
-    other = subprocess.Popen([sys.executable, "-c", code])
+    other = warm.start(code)
     try:
         assert two_of_four(server.port, 0) == [10.0, 10.0]
-        assert other.wait(60) == 0
+        _, error = other.communicate(60)
+        assert other.returncode == 0, error
     finally:
         other.kill()

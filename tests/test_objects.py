@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -49,6 +50,27 @@ def sent_objects(ctx: Ctx) -> None:
 @pytest.mark.worlds(2, 3)
 def test_send_and_recv_object_list(world):
     world.run(sent_objects)
+
+
+def other_sequences(ctx: Ctx) -> None:
+    """Whatever has a length and places for the objects."""
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for make in (collections.deque, lambda objects: np.array(objects, dtype=object)):
+        objects = make([{"rank": ctx.rank}, None])
+        dist.broadcast_object_list(objects, 1)
+        ctx.equal(list(objects), [{"rank": 1}, None])
+        objects = make([{"rank": ctx.rank}, None])
+        if ctx.rank == 0:
+            dist.send_object_list(objects, right)
+        dist.recv_object_list(objects, left)
+        if ctx.rank:
+            dist.send_object_list(make([{"rank": ctx.rank}, None]), right)
+        ctx.equal(list(objects), [{"rank": left}, None])
+
+
+@pytest.mark.worlds(2)
+def test_sequences_that_are_not_lists(world):
+    world.run(other_sequences)
 
 
 def objects_in_a_group(ctx: Ctx) -> None:

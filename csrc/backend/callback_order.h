@@ -22,8 +22,8 @@
 // that queries the Work of a collective that was held outside of it begins that collective, with
 // all that is held before it.
 //
-// The order includes only futures that Python asks for: the callbacks of torch's C++ (DDP's own)
-// begin nothing. torch does not report when a callback is added or a future is waited for, so two
+// The order includes only futures of collectives that Python asks for: the callbacks of torch's C++
+// (DDP's own) begin nothing, and messages have no common order. torch does not report when a callback is added or a future is waited for, so two
 // cases are not covered: callbacks that are added to several futures between two calls of
 // collectives, in another order than that in which the futures were asked for; and callbacks of a
 // future that then() made, which count as added with the callback that completes it.

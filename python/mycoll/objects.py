@@ -224,7 +224,7 @@ def _group_rank(
 
 
 def _check_not_empty(object_list: Sequence[Any]) -> None:
-    if not object_list:
+    if len(object_list) == 0:
         raise ValueError("object_list is empty: it needs a place for each object")
 
 
@@ -235,7 +235,8 @@ def _put(object_list: list[Any], parcel: Incoming, source: int) -> None:
             f"rank {source} sent {len(objects)} objects, and this rank's object_list has "
             f"{len(object_list)} places: give lists of one length on all ranks"
         )
-    object_list[:] = objects
+    for i, each in enumerate(objects):  # as torch does: any sequence that can be assigned to
+        object_list[i] = each
 
 
 # --- what goes over the wire ----------------------------------------------------------------------

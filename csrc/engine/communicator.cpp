@@ -432,7 +432,10 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
                "': destroyed on this rank with operations that are not done (collectives: " +
                std::to_string(queue_.size()) + ", sends: " + std::to_string(sending()) +
                "). They are lost: wait() for every operation before destroy_process_group()");
-    if (!queue_.isEmpty()) group_.membership.failHost();
+    if (!queue_.isEmpty()) {
+      group_.membership.failFrom(runner_.current());
+      deadline = Deadline::after(kUnsentGrace);
+    }
   }
   TraceFile::writeWanted();
   group_.record.close();
@@ -461,7 +464,8 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
 
 void Communicator::endLeaving() {
   // Another thread may have called a collective since leave(). None begins unnoticed from here on.
-  if (!queue_.close() && !hasFailed()) group_.membership.failHost();
+  const bool isUnfinished = !queue_.close() && !hasFailed();
+  if (isUnfinished && group_.membership.arena()) group_.membership.failFrom(runner_.begun());
   group_.membership.endLeaving(destroyed());
   queue_.run(0);
   group_.engine->mesh()->progress();

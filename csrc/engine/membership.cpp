@@ -310,11 +310,12 @@ bool Membership::beginToLeave() {
   return true;
 }
 
-void Membership::failHost() {
-  Arena* const arena = this->arena();
-  if (arena == nullptr || group_.options.isExternal) return;
-  arena->fail(group_.error(
-      Code::kPeerLost, describeDeparture(mailbox_.rank()) + " with operations that were not done"));
+void Membership::failFrom(uint64_t first) {
+  if (group_.options.isExternal) return;
+  const Status cause = group_.error(
+      Code::kPeerLost, describeDeparture(mailbox_.rank()) + " with operations that were not done");
+  if (Arena* const arena = this->arena()) return arena->fail(cause);
+  fail(cause, /*notifiesOthers=*/true, first);
 }
 
 void Membership::sendGoodbye(const Status& cause, const std::string& reason) {

@@ -89,9 +89,10 @@ class Membership {
   // ---- this rank leaves
   // False: it is leaving already.
   bool beginToLeave();
-  // Before sendGoodbye(), if collectives are not done: fails the group for the ranks of this host.
-  // They may read this rank's tensors in place, which the program uses for something else next.
-  void failHost();
+  // If collectives from this one on are not done: fails the group for the other ranks. Those of
+  // this host may read this rank's tensors in place, which the program uses for something else
+  // next. After sendGoodbye() only if there is an arena.
+  void failFrom(uint64_t first);
   // Notifies the ranks that this one leaves. It makes no connection for that: a rank without one
   // may see the process end without knowing why; see onPeerLost(). Unsent messages end with
   // `cause`, as no part of a message may follow its sender's goodbye. reason: for ranks that still

@@ -610,6 +610,32 @@ TEST(Hosts, aMissingRankIsNamed) {
   });
 }
 
+// A rank that leaves before a collective is done ends it on all others, although they wait for a
+// third rank. Collectives that it has done succeed.
+TEST(Hosts, aRankThatLeavesInACallIsReported) {
+  constexpr int kLate = 1, kLeaver = 2;
+  for (const size_t elements : {size_t{10}, size_t{1'000'000}}) {
+    std::latch areOver(2);
+    runHosts({0, 0, 1, 1}, [&](Communicator& group) {
+      std::vector<int32_t> data(elements);
+      Call c = call(OpKind::kAllReduce);
+      c.in = c.out = {span(data)};
+      ASSERT_OK(run(group, c));
+      if (group.rank() == kLate) return areOver.wait();
+      if (group.rank() == kLeaver) {
+        const OpPtr unfinished = group.submit(c, nullptr, false);
+        return group.close(Deadline::after(std::chrono::milliseconds(300)), "its program ended");
+      }
+      group.setTimeout(std::chrono::milliseconds(20'000));
+      const Status status = run(group, c);
+      areOver.count_down();
+      EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kPeerLost));
+      EXPECT(status.message().find("rank 2 (") != std::string::npos);
+      EXPECT(status.message().find("with operations that were not done") != std::string::npos);
+    });
+  }
+}
+
 // Also in the first call, in which ranks of a host wait for each other to share memory.
 TEST(Hosts, aRankThatNeverCallsIsNamed) {
   constexpr int kMissing = 3;

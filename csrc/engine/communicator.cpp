@@ -40,7 +40,13 @@ KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
       members.push_back(static_cast<int>(found - ranks.begin()));
     }
     if (members.size() == options.globalRanks.size()) {
-      return KnownPeers::from(group->address(), members, options.name);
+      KnownPeers known = KnownPeers::from(group->address(), members, options.name);
+      known.departure = [group, members](int rank) {
+        const Membership& membership = group->membership();
+        const bool hasLeft = membership.hasLeft(members[rank]);
+        return hasLeft ? membership.describeDeparture(members[rank]) : std::string();
+      };
+      return known;
     }
   }
   return {};
@@ -103,8 +109,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
   const Status made = engine ? Status() : Engine::process(&options, &engine);
   if (!made.ok()) {
-    reportAbsence(options, *store, made);
-    return inGroup(options.name, made);
+    return inGroup(options.name, reportAbsence(options, *store, made));
   }
   if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
     return inGroup(options.name,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -56,6 +57,8 @@ constexpr auto kShortestPoll = Milliseconds(1);
 constexpr auto kLongestPoll = Milliseconds(1000);
 // Time for a rank that is being started to publish its handle after rank 0 has failed.
 constexpr auto kArrival = Milliseconds(300);
+// ... and for all to read why.
+constexpr auto kReading = kLongestPoll + kForward;
 
 bool isFirstFormation() {
   static std::atomic<bool> wasThereOne{false};
@@ -64,11 +67,13 @@ bool isFirstFormation() {
 
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
-// By this key rank 0 confirms to the rank that has published the nonce that its last handle is of
-// this group. A rank on another host cannot see whether it is of an earlier one.
-std::string noticeTo(const std::string& nonce) { return "failed/" + nonce; }
+// By this key a rank that has given up confirms to the rank that has published the nonce that its
+// last handle is of this group. A rank on another host cannot see whether it is of an earlier one.
+std::string noticeTo(const std::string& nonce, const Handle& last) {
+  return "failed/" + last.nonce + "/" + nonce;
+}
 
-// By this key a rank confirms that it has read rank 0's last handle.
+// By this key a rank confirms that it has read that handle.
 std::string receiptOf(int rank, const Handle& last) {
   return "read/" + last.nonce + "/" + std::to_string(rank);
 }
@@ -85,6 +90,47 @@ Handle publishLast(Store& store, Handle last, const Status& why) {
   last.hasLost = why.code() == Code::kPeerLost;
   if (Handle::freshNonce(&last.nonce).ok()) (void)store.set(keyOf(last.rank), last.encode());
   return last;
+}
+
+Status read(Store& store, int rank, bool* found, Handle* handle) {
+  std::string text;
+  MYCOLL_RETURN_IF_ERROR(store.tryGet(keyOf(rank), found, &text));
+  return *found ? Handle::decode(text, handle) : Status();
+}
+
+bool isAlive(const PeerAddress& peer) { return isLiving(lookAtProcess(peer.pid, peer.startTicks)); }
+
+// Whether the rank waits, or may begin to wait, and has not read the last handle of another rank.
+bool isToRead(Store& store, int rank, const Handle& last, Deadline arrival, std::string* notified) {
+  bool isThere = false, hasRead = false;
+  Handle handle;
+  std::string receipt;
+  if (!read(store, rank, &isThere, &handle).ok()) return false;
+  if (!isThere) return !arrival.expired();
+  const bool isDead = handle.address.isVisibleTo(last.address) && !isAlive(handle.address);
+  if (!handle.why.empty() || isDead) return false;
+  if (std::exchange(*notified, handle.nonce) != handle.nonce) {
+    (void)store.set(noticeTo(handle.nonce, last), "1");
+  }
+  return store.tryGet(receiptOf(rank, last), &hasRead, &receipt).ok() && !hasRead;
+}
+
+// Notifies the ranks, which find the error in the store, and returns when they have read it. Those
+// that have waited longest poll it least often. Not ok: this rank was interrupted.
+Status awaitReaders(const GroupOptions& options, Store& store, const std::vector<int>& ranks,
+                    const Handle& last, Deadline arrival, Deadline end) {
+  std::map<int, std::string> readers;  // by rank: the nonce by which it has been notified
+  for (const int rank : ranks) readers.emplace(rank, "");
+  for (;;) {
+    for (auto it = readers.begin(); it != readers.end();) {
+      if (options.interrupted && options.interrupted()) return interrupted();
+      if (end.expired()) return Status();
+      const bool isWaiting = isToRead(store, it->first, last, arrival, &it->second);
+      it = isWaiting ? std::next(it) : readers.erase(it);
+    }
+    if (readers.empty()) return Status();
+    std::this_thread::sleep_for(kTick);
+  }
 }
 
 // The part that rank 0 and the others have in common.
@@ -111,7 +157,6 @@ class Forming {
   Status checkPredecessor(const Handle& there);
   // Not ok: another process with this rank has received the conflict, and has given up.
   Status checkRival();
-  Status read(int rank, bool* found, Handle* handle);
   // Whether the rank that published the handle still waits. Blocks until that is known.
   Status isCurrent(const Handle& handle, bool* result);
   // Whether the store may be used: the other ranks are not known, or are late.
@@ -131,9 +176,7 @@ class Forming {
   // Not ok: another process has this rank, or rank 0 has sent why the group cannot be made.
   Status sentError();
   bool isVisible(const PeerAddress& peer) const { return peer.isVisibleTo(mine_.address); }
-  bool isAlive(const PeerAddress& peer) const {
-    return isVisible(peer) && isLiving(lookAtProcess(peer.pid, peer.startTicks));
-  }
+  bool isAlive(const PeerAddress& peer) const { return isVisible(peer) && mycoll::isAlive(peer); }
   bool isDead(const PeerAddress& peer) const { return isVisible(peer) && !isAlive(peer); }
   // Whether a handle that was there when this rank came is of this group: its process lives, or is
   // younger than this one, which has been in no group before.
@@ -141,6 +184,10 @@ class Forming {
     return isAlive(peer) ||
            (isFirst_ && isVisible(peer) && peer.startTicks >= mine_.address.startTicks);
   }
+
+  // As above, for the last handle of a rank that has given up, which may have sent a notice. Notes
+  // it if that is unclear.
+  Status isOfNow(const Handle& last, bool* result);
 
   Status error(Code code, const std::string& text) const {
     return Status(code, "mycoll group '" + options_.name + "': " + text);
@@ -175,6 +222,8 @@ class Forming {
     Deadline nextLook;
   };
   std::optional<Rival> rival_;
+  // By rank: why it has given up, in this group or in an earlier one.
+  std::map<int, std::string> unclear_;
   Wakeup wakeup_;
   std::optional<Listening> listening_;
   std::vector<std::unique_ptr<Reception>> receptions_;
@@ -223,12 +272,6 @@ Status Forming::openReception(const std::string& nonce) {
 
 // ---- the store
 
-Status Forming::read(int rank, bool* found, Handle* handle) {
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(store_->tryGet(keyOf(rank), found, &text));
-  return *found ? Handle::decode(text, handle) : Status();
-}
-
 Status Forming::publish() {
   MYCOLL_RETURN_IF_ERROR(openReception(mine_.nonce));
   const std::string text = mine_.encode();
@@ -274,9 +317,22 @@ Status Forming::checkRival() {
   const bool isOver = rival_->conflict->hasFailed();
   Handle now;
   bool found = false;
-  MYCOLL_RETURN_IF_ERROR(read(options_.rank, &found, &now));
+  MYCOLL_RETURN_IF_ERROR(read(*store_, options_.rank, &found, &now));
   if (found && now.address.uid == rival_->uid && !now.why.empty()) return rival_->taken;
   if (isOver) rival_->conflict.reset();
+  return Status();
+}
+
+Status Forming::isOfNow(const Handle& last, bool* result) {
+  std::string notice;
+  if (!*result) {
+    MYCOLL_RETURN_IF_ERROR(store_->tryGet(noticeTo(mine_.nonce, last), result, &notice));
+  }
+  if (*result) {
+    (void)store_->set(receiptOf(options_.rank, last), "1");
+  } else {
+    unclear_[last.rank] = hasGivenUp(last).message();
+  }
   return Status();
 }
 
@@ -382,12 +438,20 @@ Status Forming::isUnlike(const Handle& other) const {
 
 Status Forming::tooLate(int rank, const std::string& milliseconds,
                         const std::vector<int>& missing) const {
+  std::string unclear;
+  for (const int each : missing) {
+    const auto found = unclear_.find(each);
+    if (found == unclear_.end()) continue;
+    unclear = " The store holds this, which may be of an earlier start: " + found->second;
+    break;
+  }
   return error(Code::kTimeout,
                "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
                    " waited for the other ranks of " + std::to_string(options_.ranks) +
                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
                    (store_ ? ". Were they all started, with the same world size and the same store?"
-                           : ". Have they all called it, with the same ranks?"));
+                           : ". Have they all called it, with the same ranks?") +
+                   unclear);
 }
 
 std::map<int, Engine::Loss> Forming::losses() const {
@@ -444,8 +508,7 @@ class Root final : public Forming {
   bool reportFailure(Status* why) override;
 
   void notifyMissing(const Status& why);
-  Status awaitReaders(const Handle& last);
-  bool isToRead(int rank, const Handle& last, Deadline arrival, std::string* notified);
+  void noteDepartures();
   Status check();
   Status lookAtStore();
   Status lookAt(int rank, bool* found);
@@ -500,43 +563,17 @@ bool Root::reportFailure(Status* why) {
     return true;
   }
   const Handle last = giveUp(text);
-  if (why->code() == Code::kTimeout || why->code() == Code::kInterrupted) return true;
-  if (Status other = awaitReaders(last); !other.ok()) *why = std::move(other);
-  return true;
-}
-
-// Ranks that are in no round find the error in the store, which this process may be serving. This
-// function returns when they have read it. Those that have waited longest poll it least often.
-Status Root::awaitReaders(const Handle& last) {
-  const Deadline arrival = Deadline::after(kArrival);
-  const Deadline end = Deadline::after(kLongestPoll + kForward);
+  // Ranks that are in no round find the error in the store, which this process may be serving.
   if (round_) joined_ = round_->state().joined;
-  std::map<int, std::string> readers;  // by rank: the nonce by which it has been notified
+  std::vector<int> readers;
   for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (!round_ || !joined_[rank]) readers.emplace(rank, "");
+    if (!round_ || !joined_[rank]) readers.push_back(rank);
   }
-  for (;;) {
-    for (auto it = readers.begin(); it != readers.end();) {
-      it = isToRead(it->first, last, arrival, &it->second) ? std::next(it) : readers.erase(it);
-    }
-    if (readers.empty() || end.expired()) return Status();
-    if (isInterrupted()) return interrupted();
-    std::this_thread::sleep_for(kTick);
-  }
-}
-
-// Whether the rank waits, or may begin to wait, and has not read this rank's last handle.
-bool Root::isToRead(int rank, const Handle& last, Deadline arrival, std::string* notified) {
-  bool isThere = false, hasRead = false;
-  Handle handle;
-  std::string receipt;
-  if (!read(rank, &isThere, &handle).ok()) return false;
-  if (!isThere) return !arrival.expired();
-  if (!handle.why.empty() || isDead(handle.address)) return false;
-  if (std::exchange(*notified, handle.nonce) != handle.nonce) {
-    (void)store_->set(noticeTo(handle.nonce), "1");
-  }
-  return store_->tryGet(receiptOf(rank, last), &hasRead, &receipt).ok() && !hasRead;
+  const bool isBrief = why->code() == Code::kTimeout || why->code() == Code::kInterrupted;
+  const Status other = awaitReaders(options_, *store_, readers, last, Deadline::after(kArrival),
+                                    Deadline::after(isBrief ? kTick : kReading));
+  if (!other.ok()) *why = other;
+  return true;
 }
 
 // Ranks that are in no round cannot find the error in a store. The rank that was to invite them may
@@ -559,6 +596,7 @@ Status Root::check() {
   if (isInterrupted()) return interrupted();
   MYCOLL_RETURN_IF_ERROR(sentError());
   MYCOLL_RETURN_IF_ERROR(checkRival());
+  noteDepartures();
   if (deadline_.expired()) {
     return tooLate(0, std::to_string(options_.timeout.count()), missing());
   }
@@ -573,6 +611,20 @@ Status Root::check() {
     if (isOver && (!first || each.since < first->since)) first = &each;
   }
   return first ? first->why : Status();
+}
+
+// A rank that has left the group from which it is known may still come, by the store.
+void Root::noteDepartures() {
+  for (int rank = 1; rank < options_.ranks && known_.departure; ++rank) {
+    Candidate& candidate = candidates_[rank];
+    const bool hasCome = candidate.isPublished || (round_ && joined_[rank]);
+    if ((candidate.isInvited() && hasCome) || candidate.state == Candidate::kGone) continue;
+    const std::string departure = known_.departure(rank);
+    if (departure.empty()) continue;
+    candidate.wait(Candidate::kGone, isLost(rank, departure), 2 * kAgain);
+    hasChanged_ = isRoundUrgent_ = true;
+    lastChange_ = Clock::now();
+  }
 }
 
 // ---- handles
@@ -610,22 +662,31 @@ Status Root::lookAtStore() {
 
 Status Root::lookAt(int rank, bool* found) {
   Handle handle;
-  MYCOLL_RETURN_IF_ERROR(read(rank, found, &handle));
-  if (!*found || handle.nonce == candidates_[rank].handle.nonce) return Status();
+  MYCOLL_RETURN_IF_ERROR(read(*store_, rank, found, &handle));
+  if (!*found) return Status();
+  const Candidate& candidate = candidates_[rank];
+  // A notice may have come since.
+  const bool isUnclear = candidate.state == Candidate::kStale && !handle.why.empty();
+  if (handle.nonce == candidate.handle.nonce && !isUnclear) return Status();
   return consider(rank, std::move(handle));
 }
 
-// The rank has another handle than before.
+// The rank has another handle than before, or one that was unclear.
 Status Root::consider(int rank, Handle handle) {
   Candidate next;
   next.state = Candidate::kInvited;
   next.isPublished = true;
-  next.isNew = hasLooked_ || candidates_[rank].state != Candidate::kUnknown;
-  const bool isOfNow = next.isNew || this->isOfNow(handle.address);
+  const Candidate& before = candidates_[rank];
+  next.isNew = handle.nonce == before.handle.nonce
+                   ? before.isNew
+                   : hasLooked_ || before.state != Candidate::kUnknown;
+  bool isOfNow = next.isNew || this->isOfNow(handle.address);
   if (handle.rank != rank)
     return error(Code::kStore, "handle/" + std::to_string(rank) + " is of another rank");
+  unclear_.erase(rank);
   if (!handle.why.empty()) {
     next.state = Candidate::kStale;
+    MYCOLL_RETURN_IF_ERROR(this->isOfNow(handle, &isOfNow));
     if (isOfNow) next.wait(Candidate::kGone, hasGivenUp(handle), kAgain);
   } else if (isDead(handle.address)) {
     next.state = Candidate::kStale;
@@ -688,9 +749,9 @@ Status Root::handleReport(const Round::Report& report) {
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
   } else if (joined_[report.rank] || !store_ || (!isRefused && report.loss != LossReason::kLeft) ||
-             (isRefused && !isAlive(address) &&
-              (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
-    // Without a store it cannot come again.
+             (isRefused && (!candidate.isPublished ||
+                            (!isAlive(address) && (candidate.isNew || isOfNow(address)))))) {
+    // Without a store it cannot come again. A known rank listens as long as it is in that group.
     candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
   } else {
     candidate.state = Candidate::kStale;
@@ -775,6 +836,7 @@ class Member final : public Forming {
 
   Status check();
   Status checkKnownPeers();
+  Status checkDeparture(const Handle* zero);
   Status compare(const Roster& roster) const;
   Status join();
   Status attendRound();
@@ -839,7 +901,7 @@ Status Member::check() {
 }
 
 // Without a store, a rank that is not invited learns only from its own connections why. If it has
-// none to rank 0, it makes one after a while.
+// none to rank 0, it makes one after a while. With a store, rank 0 detects the other losses.
 Status Member::checkKnownPeers() {
   if (!probe_ && waited() > kAgain) {
     MYCOLL_RETURN_IF_ERROR(
@@ -851,7 +913,8 @@ Status Member::checkKnownPeers() {
       const PeerAddress& peer = known_.peers[rank];
       if (peer.uid != lost.uid) continue;
       if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
-      if (rank != 0 && Clock::now() - lostKnownPeer_ < kAgain) continue;  // rank 0 may notify
+      // Rank 0 may notify.
+      if (rank != 0 && (store_ || Clock::now() - lostKnownPeer_ < kAgain)) continue;
       const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
                                 lost.loss.describe() + " (seen by rank " +
                                 std::to_string(options_.rank) + ")";
@@ -940,25 +1003,37 @@ Status Member::attendRound() {
   return Status();
 }
 
+// Rank 0 may have left the group from which it is known, and may still come, by the store. A rank
+// that has no connection to it makes one, but only late, as there may be many such ranks.
+// zero: its handle in the store, or null.
+Status Member::checkDeparture(const Handle* zero) {
+  const std::string departure = known_.departure(0);
+  if (waited() < (departure.empty() ? kNextRound : 2 * kAgain)) return Status();
+  if (zero) {
+    bool isCurrent = !zero->why.empty();
+    if (!isCurrent) MYCOLL_RETURN_IF_ERROR(this->isCurrent(*zero, &isCurrent));
+    if (isCurrent) return Status();
+  }
+  return departure.empty() ? checkKnownPeers() : isLost(0, departure);
+}
+
 // Rank 0 may have given up, or may have been started for another group.
 Status Member::lookAtStore() {
   if (!isPublished_) MYCOLL_RETURN_IF_ERROR(publish());
   nextLook_ = Deadline::after(pollPause(kLookAgain));
   Handle zero;
   bool found = false;
-  MYCOLL_RETURN_IF_ERROR(read(0, &found, &zero));
+  MYCOLL_RETURN_IF_ERROR(read(*store_, 0, &found, &zero));
   if (!std::exchange(hasLooked_, true)) firstNonce_ = zero.nonce;
+  if (!round_ && known_.departure) MYCOLL_RETURN_IF_ERROR(checkDeparture(found ? &zero : nullptr));
   if (!found) return Status();
+  unclear_.erase(0);
   const PeerList& peers = round_ ? round_->roster().peers : known_.peers;
   const bool isKnown = !peers.empty() && peers[0].uid == zero.address.uid;
   bool isOfNow = isKnown || zero.nonce != firstNonce_ || this->isOfNow(zero.address);
   if (!zero.why.empty()) {
-    std::string notice;
-    if (!isOfNow) {
-      MYCOLL_RETURN_IF_ERROR(store_->tryGet(noticeTo(mine_.nonce), &isOfNow, &notice));
-    }
+    MYCOLL_RETURN_IF_ERROR(this->isOfNow(zero, &isOfNow));
     isKnownToAll_ = isOfNow;
-    if (isOfNow) (void)store_->set(receiptOf(options_.rank, zero), "1");
     return isOfNow ? hasGivenUp(zero) : Status();
   }
   if (isOfNow && isDead(zero.address)) {
@@ -995,7 +1070,7 @@ Status formGroup(const GroupOptions& options, Store* store, Engine& engine, Know
   return forming->run(result);
 }
 
-void reportAbsence(const GroupOptions& options, Store& store, const Status& why) {
+Status reportAbsence(const GroupOptions& options, Store& store, const Status& why) {
   Handle last;
   last.rank = options.rank;
   last.ranks = options.ranks;
@@ -1007,7 +1082,14 @@ void reportAbsence(const GroupOptions& options, Store& store, const Status& why)
   address.hostName = hostName();
   address.pid = processId();
   address.startTicks = processStartTicks(address.pid);
-  publishLast(store, std::move(last), why);
+  last = publishLast(store, std::move(last), why);
+  // Only rank 0 reads the others' handles.
+  std::vector<int> readers(options.rank == 0 ? options.ranks : 1);
+  std::iota(readers.begin(), readers.end(), 0);
+  if (options.rank == 0) readers.erase(readers.begin());
+  const Deadline end = Deadline::after(kReading);
+  const Status other = awaitReaders(options, store, readers, last, end, end);
+  return other.ok() ? why : other;
 }
 
 }  // namespace mycoll

@@ -25,6 +25,7 @@
 // Thread contract: [any thread]; formGroup() blocks until the deadline.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,6 +46,9 @@ struct KnownPeers {
   // The keys of their invitations: the nonces by rank, or a secret that they have in common.
   std::vector<std::string> nonces;
   std::string secret;
+  // "rank 2 (node1:4712) has left the group: ..."; empty: it has not left the group from which it
+  // is known. May be empty.
+  std::function<std::string(int rank)> departure;
 };
 
 // store: null if all ranks are known. connections: to be kept until the group has been added to the
@@ -53,6 +57,7 @@ Status formGroup(const GroupOptions& options, Store* store, Engine& engine, Know
                  std::shared_ptr<void>* connections, GroupAddress* result);
 
 // Instead of a formation, by a rank that cannot even begin: the others then do not wait for it.
-void reportAbsence(const GroupOptions& options, Store& store, const Status& why);
+// Waits for them for about a second. Returns `why`, or that this rank was interrupted.
+Status reportAbsence(const GroupOptions& options, Store& store, const Status& why);
 
 }  // namespace mycoll

@@ -198,6 +198,29 @@ std::vector<Status> formAll(int ranks, const std::shared_ptr<Store>& store, int 
   return found;
 }
 
+// The handle of a rank as others read it that cannot see its process.
+class StoreElsewhere final : public Store {
+ public:
+  explicit StoreElsewhere(std::shared_ptr<Store> store, int rank = 0)
+      : store_(std::move(store)), key_(keyOf(rank)) {}
+  Status set(const std::string& key, const std::string& value) override {
+    return store_->set(key, value);
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    MYCOLL_RETURN_IF_ERROR(store_->tryGet(key, found, value));
+    if (!*found || key != key_) return Status();
+    Handle handle;
+    MYCOLL_RETURN_IF_ERROR(Handle::decode(*value, &handle));
+    handle.address.pidSpace = "elsewhere";
+    *value = handle.encode();
+    return Status();
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+  const std::string key_;
+};
+
 // Counts the ends of connections.
 class CountingTap final : public LinkTap {
  public:
@@ -338,7 +361,7 @@ TEST(Formation, ranksOfAGroupNeedNoStore) {
   // It cannot: it has written so to the store.
   const auto told = std::make_shared<MemoryStore>();
   options.rank = 0;
-  reportAbsence(options, *told, Status(Code::kNetwork, "no network here"));
+  EXPECT(!reportAbsence(options, *told, Status(Code::kNetwork, "no network here")).ok());
   options.rank = 1;
   options.timeout = milliseconds(10'000);
   EXPECT(says(Communicator::create(options, told, engines[2], &never), "no network here"));
@@ -346,6 +369,44 @@ TEST(Formation, ranksOfAGroupNeedNoStore) {
   job[3]->close(Deadline::after(milliseconds(100)));
   EXPECT(askedOfTheStore(engines, {0, 3}, "4") > 0);
   EXPECT(askedOfTheStore(engines, {3, 0}, "5") > 0);
+}
+
+// Rank 0, or another one. Its process may live on.
+TEST(Formation, aRankThatHasLeftTheJobIsNotWaitedFor) {
+  constexpr int kRanks = 3;
+  const auto began = std::chrono::steady_clock::now();
+  for (const int leaver : {0, 2}) {
+    for (const bool isApart : {false, true}) {
+      const auto store = std::make_shared<MemoryStore>();
+      std::vector<std::shared_ptr<Engine>> engines;
+      std::vector<std::shared_ptr<Communicator>> job(kRanks);
+      for (int rank = 0; rank < kRanks; ++rank) {
+        engines.push_back(engineOn(isApart && rank == leaver ? " another host" : ""));
+      }
+      Threads(kRanks, [&](int rank) {
+        ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), store, engines[rank], &job[rank]));
+        Call barrier;
+        barrier.kind = OpKind::kBarrier;
+        EXPECT_OK(job[rank]->wait(job[rank]->submit(std::move(barrier), nullptr, true),
+                                  Deadline::never()));
+      });
+      job[leaver]->close(Deadline::after(milliseconds(100)), "its program ended");
+      // The store may hold an earlier handle of that rank.
+      const auto next = isApart ? store : std::make_shared<MemoryStore>();
+      Threads(kRanks, [&](int rank) {
+        if (rank == leaver) return;
+        GroupOptions options = optionsOf(rank, kRanks, 30'000);
+        options.name = "next";
+        options.globalRanks = {0, 1, 2};
+        std::shared_ptr<Communicator> group;
+        const Status found = Communicator::create(options, next, engines[rank], &group);
+        EXPECT_EQ(found.code(), Code::kPeerLost);
+        EXPECT(says(found, "made with rank " + std::to_string(leaver) + ": "));
+        EXPECT(says(found, "has left the group: its program ended"));
+      });
+    }
+  }
+  EXPECT(std::chrono::steady_clock::now() - began < milliseconds(30'000));
 }
 
 TEST(Formation, twoGroupsOfOneName) {
@@ -669,27 +730,6 @@ TEST(Formation, ranksToBeInvitedReadWhyRankZeroFailed) {
   for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
 }
 
-// Rank 0's last handle, as a rank reads it that cannot see rank 0's process.
-class StoreElsewhere final : public Store {
- public:
-  explicit StoreElsewhere(std::shared_ptr<Store> store) : store_(std::move(store)) {}
-  Status set(const std::string& key, const std::string& value) override {
-    return store_->set(key, value);
-  }
-  Status tryGet(const std::string& key, bool* found, std::string* value) override {
-    MYCOLL_RETURN_IF_ERROR(store_->tryGet(key, found, value));
-    if (!*found || key != keyOf(0)) return Status();
-    Handle handle;
-    MYCOLL_RETURN_IF_ERROR(Handle::decode(*value, &handle));
-    handle.address.pidSpace = "elsewhere";
-    *value = handle.encode();
-    return Status();
-  }
-
- private:
-  const std::shared_ptr<Store> store_;
-};
-
 // A rank on another host comes just after rank 0 has failed, and cannot see that rank 0's process
 // still runs.
 TEST(Formation, rankZeroNotifiesRanksThatCannotSeeIt) {
@@ -958,13 +998,52 @@ TEST(Formation, aRankThatCannotStartIsReported) {
           return;
         }
         if (!isEarly) std::this_thread::sleep_for(milliseconds(300));
-        reportAbsence(optionsOf(culprit, 2), *store,
-                      Status(Code::kInvalidArgument, "no descriptors"));
+        EXPECT(!reportAbsence(optionsOf(culprit, 2), *store,
+                              Status(Code::kInvalidArgument, "no descriptors"))
+                    .ok());
       });
       EXPECT_EQ(found.code(), Code::kStore);
       EXPECT(says(found, "rank " + std::to_string(culprit) + " ("));
       EXPECT(says(found, "has given up: no descriptors"));
     }
+  }
+}
+
+// It waits until the others, which cannot see its process, have read why.
+TEST(Formation, aRankElsewhereThatCannotStartIsReported) {
+  for (const int culprit : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<Status> found(3);
+    Threads(3, [&](int rank) {
+      if (rank == culprit) {
+        const Status why(Code::kInvalidArgument, "no descriptors");
+        EXPECT_EQ(reportAbsence(optionsOf(rank, 3), *store, why).message(), why.message());
+        return;
+      }
+      std::this_thread::sleep_for(milliseconds(200));
+      const auto seen = std::make_shared<StoreElsewhere>(store, culprit);
+      found[rank] = formAs(optionsOf(rank, 3), seen, " elsewhere");
+    });
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank == culprit) continue;
+      EXPECT_EQ(found[rank].code(), Code::kStore);
+      EXPECT(says(found[rank], "has given up: no descriptors"));
+    }
+  }
+}
+
+// It may have been of an earlier start, or came much too early.
+TEST(Formation, aTimeoutTellsWhatTheStoreHolds) {
+  for (const int culprit : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    Puppet failed(culprit, 2, store);
+    failed.handle.why = "no descriptors";
+    failed.handle.address.pidSpace = "elsewhere";
+    failed.publish();
+    const Status found = formAs(optionsOf(1 - culprit, 2, 1500), store);
+    EXPECT_EQ(found.code(), Code::kTimeout);
+    EXPECT(says(found, "which may be of an earlier start: "));
+    EXPECT(says(found, "has given up: no descriptors"));
   }
 }
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import threading
 import time
 import urllib.request
@@ -98,6 +99,48 @@ def test_the_bits_are_those_of_a_new_group_of_the_same_ranks() -> None:
 
     sums = [on_all(lambda i, groups=groups: summed(groups[i]), 3) for groups in (changed, fresh)]
     assert all(torch.equal(x, sums[0][0]) for x in (*sums[0], *sums[1]))
+
+
+def test_a_forked_child_is_refused() -> None:
+    """It may drop its parent's endpoint, and make one of its own."""
+    kept = [mycoll.Endpoint(timeout=PATIENCE)]
+    native, handle = kept[0]._native, kept[0].handle
+    calls = {
+        "form": lambda: kept[0].form(1, [handle]),
+        "send": lambda: native.send(handle, "text"),
+        "receive": lambda: native.receive(timedelta(seconds=5)),
+        "watch": lambda: native.watch([handle]),
+        "loss_of": lambda: native.loss_of(handle),
+    }
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        refused = 0
+        for name, call in calls.items():
+            try:
+                call()
+            except dist.DistBackendError as error:
+                refused += f"{name}: this process was forked" in str(error)
+        calls.clear()
+        del native, call
+        kept.clear()
+        own = mycoll.Endpoint(timeout=PATIENCE)
+        os._exit(10 * refused + int(total(own.form(1, [own.handle]), 1.0)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 51
+    assert total(kept[0].form(1, [handle]), 3.0) == 3.0
+
+
+@needs_reconfigure
+def test_a_forked_child_may_drop_a_group_whose_ranks_change() -> None:
+    groups = elastic(1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        groups.clear()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    reconfigure_all(groups, [0], 1)
+    assert total(groups[0], 3.0) == 3.0
 
 
 # --- processes that are killed --------------------------------------------------------------------

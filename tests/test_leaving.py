@@ -210,6 +210,26 @@ def test_a_daemon_thread_in_a_call_does_not_disturb_the_exit():
     assert run_ranks(SERVER, 2).count("finished") == 2
 
 
+JOINS_IN_VAIN = """
+import threading
+import time
+from datetime import timedelta
+import mycoll
+
+def join():
+    mycoll.ElasticGroup(min_ranks=2, timeout=timedelta(seconds=60))
+
+threading.Thread(target=join, daemon=True).start()
+time.sleep(0.3)
+print("finished", flush=True)
+"""
+
+
+def test_a_daemon_thread_that_makes_an_elastic_group_does_not_disturb_the_exit(mycoll_only):
+    for _ in range(3):
+        assert run_ranks(JOINS_IN_VAIN, 1).count("finished") == 1
+
+
 LAST_WORDS = """
 import atexit
 import os

@@ -148,6 +148,7 @@ const char* familyOf(Code code) {
 void throwStatus(const Status& status) { throwAndNote(status, familyOf(status.code())); }
 
 void throwIfNotFormed(const Status& status) {
+  stayIfExiting();  // it may have begun meanwhile
   if (status.ok()) return;
   throwAndNote(status, status.code() == Code::kTimeout ? kStarting : familyOf(status.code()));
 }

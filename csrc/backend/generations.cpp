@@ -67,6 +67,12 @@ Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> opt
   replace(first.communicator ? make(std::move(first.communicator)) : std::move(first));
 }
 
+// The locks may be held by threads that the child does not have.
+void Generations::abandon() NO_THREAD_SAFETY_ANALYSIS {
+  (void)endpoint_.release();
+  new Generation(std::move(current_));
+}
+
 Generation Generations::make(std::shared_ptr<Communicator> communicator) const {
   communicator->setTimeout(timeout());
   communicator->setWarnAfter(options_->warnAfter);

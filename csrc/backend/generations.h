@@ -66,6 +66,10 @@ class Generations {
                    const std::function<void(const std::shared_ptr<Communicator>&)>& whenFormed)
       EXCLUDES(reconfigureMutex_);
 
+  // For a forked child, before the destructor: closes nothing and frees nothing that is its
+  // parent's.
+  void abandon();
+
   // These are called when a generation has failed.
   HookTable<>& abortHooks() { return *abortHooks_; }
 
@@ -77,7 +81,7 @@ class Generations {
   const std::string name_;
   const c10::intrusive_ptr<MycollOptions> options_;  // never changed: other threads read it
   const DeviceFactory makeDevice_;
-  const std::unique_ptr<Endpoint> endpoint_;
+  std::unique_ptr<Endpoint> endpoint_;             // changed by abandon() only
   const std::shared_ptr<HookTable<>> abortHooks_;  // shared with the generations
   std::atomic<Milliseconds::rep> timeout_;
   Mutex reconfigureMutex_;

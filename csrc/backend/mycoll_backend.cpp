@@ -132,8 +132,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
 
 MycollBackend::~MycollBackend() {
   if (isForked()) {
-    // A child must not use its parent's connections: closes nothing and frees nothing.
-    new Generation(generations_.current());
+    generations_.abandon();  // a child must not use its parent's connections
     return;
   }
   {

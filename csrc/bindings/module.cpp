@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/endpoint.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/operators.h"
@@ -48,6 +49,7 @@ namespace doc = mycoll::doc;
 namespace {
 
 using mycoll::MycollBackend;
+using mycoll::MycollEndpoint;
 using mycoll::MycollOptions;
 using mycoll::MycollWindow;
 using BackendPtr = c10::intrusive_ptr<MycollBackend>;
@@ -335,38 +337,29 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint>(module, "Endpoint", DropWithoutGil(), doc::kEndpoint)
-      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
-           py::arg("store_host"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointInit)
-      .def_property_readonly("handle", &mycoll::Endpoint::handle, doc::kEndpointHandle)
+  py::class_<MycollEndpoint>(module, "Endpoint", DropWithoutGil(), doc::kEndpoint)
+      .def(py::init<const std::string&, Milliseconds, const std::string&>(), py::arg("name"),
+           py::arg("timeout"), py::arg("store_host"), py::call_guard<py::gil_scoped_release>(),
+           doc::kEndpointInit)
+      .def_property_readonly("handle", &MycollEndpoint::handle, doc::kEndpointHandle)
       .def(
           "form",
-          [](mycoll::Endpoint& self, int64_t uuid, const std::vector<std::string>& handles,
+          [](MycollEndpoint& self, int64_t uuid, const std::vector<std::string>& handles,
              Milliseconds formTimeout, const MycollOptions& options, bool hasDevice) {
             auto own = c10::make_intrusive<MycollOptions>(options);
             const py::gil_scoped_release release;
-            return MycollBackend::form(
-                self, uuid, handles, formTimeout, std::move(own),
-                hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
+            return self.form(uuid, handles, formTimeout, std::move(own),
+                             hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
           },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
           py::arg("has_device"), doc::kEndpointForm)
-      .def(
-          "send",
-          [](mycoll::Endpoint& self, const std::string& handle, const std::string& text) {
-            mycoll::throwIfFailed(self.send(handle, text));
-          },
-          py::arg("handle"), py::arg("text"), py::call_guard<py::gil_scoped_release>(),
-          doc::kEndpointSend)
-      .def("receive", &mycoll::Endpoint::receive, py::arg("timeout"),
+      .def("send", &MycollEndpoint::send, py::arg("handle"), py::arg("text"),
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointSend)
+      .def("receive", &MycollEndpoint::receive, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>(), doc::kEndpointReceive)
-      .def(
-          "watch",
-          [](mycoll::Endpoint& self, const std::vector<std::string>& handles) {
-            mycoll::throwIfFailed(self.watch(handles));
-          },
-          py::arg("handles"), py::call_guard<py::gil_scoped_release>(), doc::kEndpointWatch)
-      .def("loss_of", &mycoll::Endpoint::lossOf, py::arg("handle"),
+      .def("watch", &MycollEndpoint::watch, py::arg("handles"),
+           py::call_guard<py::gil_scoped_release>(), doc::kEndpointWatch)
+      .def("loss_of", &MycollEndpoint::lossOf, py::arg("handle"),
            py::call_guard<py::gil_scoped_release>(), doc::kEndpointLossOf);
 
   py::class_<MycollBackend, BackendPtr, c10d::Backend>(module, "MycollBackend", DropWithoutGil(),

@@ -1,0 +1,45 @@
+// MycollEndpoint: an Endpoint of the engine for the program. Its functions throw. As those of
+// MycollBackend, they refuse a forked child, and do not return while the process exits.
+//
+// [any thread], without the GIL.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/mycoll_backend.h"
+#include "backend/owning_process.h"
+#include "engine/endpoint.h"
+
+namespace mycoll {
+
+class MycollEndpoint {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // As MycollBackend::makeEndpoint().
+  MycollEndpoint(const std::string& name, Milliseconds timeout, const std::string& storeHost)
+      : name_(name), endpoint_(MycollBackend::makeEndpoint(name, timeout, storeHost)) {}
+  ~MycollEndpoint();
+
+  const std::string& handle() const { return endpoint_->handle(); }
+  c10::intrusive_ptr<MycollBackend> form(int64_t number, const std::vector<std::string>& handles,
+                                         Milliseconds timeout,
+                                         c10::intrusive_ptr<MycollOptions> options,
+                                         DeviceFactory makeDevice);
+  void send(const std::string& handle, const std::string& text);
+  std::vector<std::string> receive(Milliseconds atMost);
+  void watch(const std::vector<std::string>& handles);
+  std::string lossOf(const std::string& handle);
+
+ private:
+  Endpoint& enter(const char* function) const;
+
+  const std::string name_;
+  const OwningProcess owner_;
+  std::unique_ptr<Endpoint> endpoint_;
+};
+
+}  // namespace mycoll

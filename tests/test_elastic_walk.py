@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import mycoll
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import elastic
+from worlds.crew import Crew
 from worlds.elastic_walk import WARM, ElasticCrew, walk
 from worlds.threads import on_all
 
@@ -127,6 +129,65 @@ def test_another_secret_is_not_admitted(tmp_path: Path) -> None:
         crew.options.update(timeout=TIMEOUT)
         crew.enlist(1, through=[0], **right)
         crew.settle()
+
+
+def come(pipe: Connection, handles: list[str]) -> None:
+    """A newcomer, which may be alone in a group."""
+    pipe.send(os.getpid())
+    try:
+        mycoll.ElasticGroup(handles=handles, timeout=TIMEOUT)
+    except mycoll.ArgumentError as error:
+        pipe.send(str(error))
+
+
+def test_other_settings_are_not_admitted(caplog: pytest.LogCaptureFixture) -> None:
+    """The members continue, with one warning; the newcomer says what differs."""
+    store = dist.HashStore()
+    members = on_all(lambda _: mycoll.ElasticGroup(store, min_ranks=2, timeout=TIMEOUT), 2)
+    found: list[str] = []
+    with Crew() as crew:
+        for variable in ("MYCOLL_SUM_BLOCK=3", "MYCOLL_PARTIALS=rounded"):
+            caplog.clear()
+            number = crew.start(come, [members[0].handle], **dict([variable.split("=")]))
+            pid = crew.receive(number)
+            answer = threading.Thread(target=lambda n=number: found.append(crew.receive(n)))
+            answer.start()
+            while answer.is_alive():
+                assert on_all(lambda i: members[i].admit(), 2) == [False] * 2
+            assert "refused by a member" in found[-1]
+            assert f":{os.getpid()} has 'mycoll" in found[-1]
+            assert variable in found[-1]
+            (warning,) = caplog.messages
+            assert f":{pid} has 'mycoll" in warning
+            assert variable in warning
+            on_all(lambda i: members[i].recover(), 2)
+            assert {each.size for each in members} == {2}
+
+
+def test_texts_that_cannot_be_read_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    members = mycoll.ElasticGroup(timeout=TIMEOUT)
+    stranger = mycoll.Endpoint()._native
+    for text in ("join me", "[]", '{"kind": "join"}', '{"kind": "join", "from": "gloo:0"}'):
+        stranger.send(members.handle, text)
+    while len(caplog.messages) < 4:
+        assert not members.admit()
+    assert total(members, 1.0) == 1.0
+    assert "not a handle of this version of mycoll: gloo:0" in caplog.messages[3]
+    assert all("cannot read" in message for message in caplog.messages[:3])
+
+
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
+def test_a_job_that_restarts_on_one_store(kind: str, tmp_path: Path) -> None:
+    """The processes before have left their handles there when they were killed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = ("127.0.0.1", server.port) if kind == "TCPStore" else (str(tmp_path / "store"), -1)
+    with ElasticCrew(store=where, min_ranks=2, ranks=3, timeout=TIMEOUT) as crew:
+        for _ in range(3):
+            began = time.monotonic()
+            crew.enlist(3)
+            crew.settle()
+            assert time.monotonic() - began < 30
+            crew.kill(crew.living)
 
 
 def test_too_few_ranks_are_an_error() -> None:

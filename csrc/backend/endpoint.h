@@ -25,6 +25,7 @@ class MycollEndpoint {
   ~MycollEndpoint();
 
   const std::string& handle() const { return endpoint_->handle(); }
+  std::string mismatch(const std::string& handle) const { return endpoint_->mismatch(handle); }
   c10::intrusive_ptr<MycollBackend> form(int64_t number, const std::vector<std::string>& handles,
                                          Milliseconds timeout,
                                          c10::intrusive_ptr<MycollOptions> options,

@@ -89,6 +89,16 @@ Raises:
 )";
 inline constexpr const char* kEndpointHandle =
     "The text that others need to reach this process: a secret, unless MYCOLL_SECRET_FILE is set.";
+inline constexpr const char* kEndpointMismatch =
+    R"(Returns why a process cannot be in a group with this one, whether it lives or not.
+
+Args:
+    handle: The handle of the process.
+
+Returns:
+    The settings in which the two differ, with the host and the pid of the other one; or that the
+    handle is not one of mycoll's. `""`: nothing prevents a group.
+)";
 inline constexpr const char* kEndpointForm =
     R"(Makes a group of the processes with these handles, by rank. Returns when all have called it.
 

@@ -342,6 +342,7 @@ PYBIND11_MODULE(_C, module) {
            py::arg("timeout"), py::arg("store_host"), py::call_guard<py::gil_scoped_release>(),
            doc::kEndpointInit)
       .def_property_readonly("handle", &MycollEndpoint::handle, doc::kEndpointHandle)
+      .def("mismatch", &MycollEndpoint::mismatch, py::arg("handle"), doc::kEndpointMismatch)
       .def(
           "form",
           [](MycollEndpoint& self, int64_t uuid, const std::vector<std::string>& handles,

@@ -33,6 +33,16 @@ Status Endpoint::make(GroupOptions options, std::shared_ptr<Engine> engine,
 Endpoint::Endpoint(GroupOptions options, std::shared_ptr<Engine> engine)
     : options_(std::move(options)), engine_(std::move(engine)) {}
 
+std::string Endpoint::mismatch(const std::string& text) const {
+  Handle handle;
+  if (!Handle::decode(text, &handle).ok()) {
+    return "not a handle of this version of mycoll: " + std::string(beginning(sanitized(text), 40));
+  }
+  if (handle.settings == own_.settings) return "";
+  return handle.address.describe() + " has '" + sanitized(handle.settings) + "', this process '" +
+         own_.settings + "': it must be the same on all ranks";
+}
+
 Status Endpoint::check(int64_t number, const std::vector<std::string>& handles,
                        GroupOptions* options, KnownPeers* known) const {
   const auto invalid = [](const std::string& what) {
@@ -50,11 +60,7 @@ Status Endpoint::check(int64_t number, const std::vector<std::string>& handles,
       return invalid("the handle of rank " + rank + " (" + handle.address.describe() +
                      ") occurs more than once");
     }
-    if (handle.settings != own_.settings) {
-      return invalid("rank " + rank + " (" + handle.address.describe() + ") has '" +
-                     handle.settings + "', this process '" + own_.settings +
-                     "': it must be the same on all ranks");
-    }
+    if (handle.settings != own_.settings) return invalid("rank " + rank + ": " + mismatch(text));
     if (handle.nonce == own_.nonce) options->rank = static_cast<int>(peers.size());
     // Different for each group, so that an invitation to one is not taken for one to another.
     known->nonces.push_back(
@@ -92,8 +98,7 @@ Status Endpoint::link(const std::string& handle) {
   Handle receiver;
   std::unique_ptr<Invitation> link;
   if (!Handle::decode(handle, &receiver).ok()) {
-    const std::string start(beginning(sanitized(handle), 40));
-    return Status(Code::kInvalidArgument, "not a handle of this version of mycoll: " + start);
+    return Status(Code::kInvalidArgument, mismatch(handle));
   }
   MYCOLL_RETURN_IF_ERROR(
       Invitation::open(engine_->mesh(), {receiver.address, nonceOfTexts(receiver)}, {}, &link));

@@ -45,6 +45,9 @@ class Endpoint {
                      std::unique_ptr<Endpoint>* result);
 
   const std::string& handle() const { return text_; }
+  // Empty: nothing prevents a group with the process of this handle. Else the settings that differ,
+  // with the process's host and pid; or that it is not a handle of this version of mycoll.
+  std::string mismatch(const std::string& handle) const;
   // Returns when all ranks have joined, or at the deadline of this timeout, which the group has at
   // first, with an error that names the missing ones; then no rank has the group, and it may be
   // tried again with another number. Refuses a number that was used before, and handles among which

@@ -15,6 +15,9 @@ and sends its join to the first one. A rank that is not recovering remembers it 
 newcomer that does not answer in time is called again for each group, but not waited for until it
 sends something.
 
+A process of another version of mycoll, or with other settings, cannot take part. What it sends is
+ignored, and answered with "refused". A process in no group that is refused raises an error.
+
 Groups have numbers. A process that is called by the leader of a later group than its own has missed
 groups, and follows. If the connection between the two lowest ranks breaks, both lead. The others
 follow the lower one, and the other one fails at its deadline.
@@ -22,6 +25,7 @@ follow the lower one, and the other one fails at its deadline.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -35,6 +39,7 @@ from torch.distributed import DistBackendError, DistNetworkError, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll._log import log
+from mycoll._native import native
 from mycoll.groups import Endpoint
 
 if TYPE_CHECKING:
@@ -132,6 +137,8 @@ class ElasticGroup:
         self._used = 0  # the highest number of a group that this process was asked to form
         self._newcomers: list[str] = []
         self._absent: set[str] = set()  # newcomers that were called in vain
+        self._unfit: set[str] = set()  # what was ignored, with a warning
+        self._refused: list[str] = []
         self._joined: set[str] = set()  # have sent this process a join since it formed a group
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
         self._why: list[str] = []
@@ -234,7 +241,7 @@ class ElasticGroup:
 
     def _attempt(self, needed: int, began: float, seconds: float) -> bool:
         """Returns False if the processes on a list could not form the group."""
-        self._native.watch([*self._members, *self._newcomers])
+        self._watch()
         state = _Attempt()
         while True:
             alive = [each for each in self._members if not self._is_lost(each)]
@@ -335,7 +342,7 @@ class ElasticGroup:
         self._newcomers = [each for each in known if each not in handles and each != self.handle]
         self._absent.intersection_update(self._newcomers)
         self._joined.clear()
-        self._native.watch([*handles, *self._newcomers])
+        self._watch()
         self._why = []
         log.info("elastic group %d: rank %d of %d", number, self.rank, self.size)
         return True
@@ -353,39 +360,70 @@ class ElasticGroup:
         """Notes calls and newcomers; returns the other texts."""
         others = []
         for each in self._native.receive(timeout):
-            text = json.loads(each)
-            source = text["from"]
+            try:
+                text = json.loads(each)
+                source, kind = str(text["from"]), str(text["kind"])
+            except (ValueError, LookupError, TypeError):
+                self._warn(each, f"a text that this version of mycoll cannot read: {each[:40]!r}")
+                continue
+            if kind == "refused" and self._generation == 0:
+                why = self._native.mismatch(source)
+                raise native().ArgumentError(f"elastic group: refused by a member: {why}")
+            if not self._is_fit(source):
+                if kind != "refused":
+                    with contextlib.suppress(ValueError):  # its handle cannot be read
+                        self._send(source, "refused")
+                        self._refused.append(source)
+                continue
             self._absent.discard(source)
-            if text["kind"] == "call" and text["number"] > self._used:
+            if kind == "call" and text["number"] > self._used:
                 self._calls[source] = text
-            elif text["kind"] == "call":
+            elif kind == "call":
                 self._note(source)  # it has missed the latest group
             else:
                 others.append(text)
-            if text["kind"] == "join":
+            if kind == "join":
                 self._joined.add(source)
                 for newcomer in (source, *text["newcomers"]):
                     self._note(newcomer)
         living = [each for each in self._newcomers if not self._is_lost(each)]
-        if living != self._newcomers:
-            self._newcomers = living
+        refused = [each for each in self._refused if not self._is_lost(each)]
+        if living != self._newcomers or refused != self._refused:
+            self._newcomers, self._refused = living, refused
             self._absent.intersection_update(living)
-            self._native.watch([*self._members, *living])  # a lost one may connect again
+            self._watch()  # a lost one may connect again
         return others
 
+    def _is_fit(self, handle: str) -> bool:
+        """Whether nothing prevents a group with this process; else a warning says what, once."""
+        if why := self._native.mismatch(handle):
+            self._warn(handle, f"a process that cannot take part: {why}")
+        return not why
+
+    def _warn(self, key: str, what: str) -> None:
+        if key not in self._unfit:
+            self._unfit.add(key)
+            log.warning("elastic group: ignored %s", what)
+
     def _note(self, newcomer: str) -> None:
-        if newcomer not in self._newcomers and newcomer not in self._members:
+        is_known = newcomer in self._newcomers or newcomer in self._members
+        if not is_known and self._is_fit(newcomer):
             self._newcomers.append(newcomer)
-            self._native.watch([*self._members, *self._newcomers])
+            self._watch()
+
+    def _watch(self) -> None:
+        self._native.watch([*self._members, *self._newcomers, *self._refused])
 
     def _explain(self, needed: int, seconds: float, leader: str, present: int) -> str:
         if leader == self.handle:
             what = f"{present} of at least {needed} processes are there"
         else:
             what = f"the leader has not made a group, which needs at least {needed} processes"
-        losses = filter(None, map(self._native.loss_of, self._members))
+        whys = (
+            f(each) for f in (self._native.loss_of, self._native.mismatch) for each in self._members
+        )
         return "; ".join(
-            [f"elastic group: timeout after {seconds:g} s: {what}", *losses, *self._why]
+            [f"elastic group: timeout after {seconds:g} s: {what}", *filter(None, whys), *self._why]
         )
 
 

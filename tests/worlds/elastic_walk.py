@@ -101,7 +101,8 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
     Memory.settle()
     store = options.pop("store", None)
     if store is not None:
-        options["store"] = dist.TCPStore(*store)
+        make = dist.TCPStore if store[1] >= 0 else dist.FileStore
+        options["store"] = make(*store)
     recovery = timedelta(seconds=options.pop("recovery", RECOVERY))
     patience = options.pop("patience", None)
     persists = options.pop("persists", False)
@@ -146,9 +147,9 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
 
 class ElasticCrew(Crew):
     """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
-    the address of a TCPStore as `store`; in seconds, `recovery`: the timeout of recover(), and
-    `patience`: of operations, where it is not that of the first group; `persists`: whether they
-    call recover() again after it has failed."""
+    the arguments of a TCPStore or FileStore as `store`; in seconds, `recovery`: the timeout of
+    recover(), and `patience`: of operations, where it is not that of the first group; `persists`:
+    whether they call recover() again after it has failed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ each server would take seconds to import torch, and then do next to nothing."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import sys
@@ -12,7 +13,17 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 PRELOAD = ["worlds.preload"]
-SHARED = "WORLDS_FORK_SERVER"  # a variable: process and address of the server to use
+SHARED = "WORLDS_FORK_SERVER"  # a variable: environment, process and address of the server to use
+FAMILIES = ("MYCOLL", "STANDIN", "GLOO", "NCCL", "TORCH", "CUDA", "LD_", "PYTHON")
+
+
+def environment() -> str:
+    """What the server's processes inherit, as far as it matters: another environment needs another
+    server."""
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(FAMILIES)}
+    path = variables.pop("PYTHONPATH", "")
+    variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path.split(os.pathsep)))
+    return hashlib.sha256(repr(sorted(variables.items())).encode()).hexdigest()
 
 
 def context() -> ForkServerContext:
@@ -20,8 +31,9 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOAD)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if SHARED in os.environ and server._forkserver_address is None:
-        pid, _, address = os.environ[SHARED].partition(":")
+    theirs, _, shared = os.environ.get(SHARED, "").partition(":")
+    if theirs == environment() and server._forkserver_address is None:
+        pid, _, address = shared.partition(":")
         server._forkserver_pid = int(pid)
         server._forkserver_address = address
         # It ends with the process that started it, not with this one.
@@ -37,7 +49,7 @@ def share() -> None:
     context()
     forkserver.ensure_running()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    os.environ[SHARED] = f"{server._forkserver_pid}:{server._forkserver_address}"
+    os.environ[SHARED] = f"{environment()}:{server._forkserver_pid}:{server._forkserver_address}"
 
 
 def pid() -> int:

@@ -23,10 +23,11 @@
 // all that is held before it.
 //
 // The order includes only futures of collectives that Python asks for: the callbacks of torch's C++
-// (DDP's own) begin nothing, and messages have no common order. torch does not report when a callback is added or a future is waited for, so two
-// cases are not covered: callbacks that are added to several futures between two calls of
-// collectives, in another order than that in which the futures were asked for; and callbacks of a
-// future that then() made, which count as added with the callback that completes it.
+// (DDP's own) begin nothing, and messages have no common order. torch does not report when a
+// callback is added or a future is waited for, so two cases are not covered: callbacks that are
+// added to several futures between two calls of collectives, in another order than that in which
+// the futures were asked for; and callbacks of a future that then() made, which count as added with
+// the callback that completes it.
 //
 //   entries:  part of f1 | part of f2 | all_reduce | part of f1 | ...
 //

@@ -162,6 +162,10 @@ class Forming {
   // Whether the store may be used: the other ranks are not known, or are late.
   bool usesStore() const { return store_ && (known_.peers.empty() || waited() > kAgain); }
 
+  // Sends this rank's error to one that is in no round of this rank's. If it cannot be reached, it
+  // waits until its own deadline.
+  void notify(const Invitation::Receiver& receiver, const Status& why);
+
   // Returns when something may have happened, at the latest after this time.
   void pause(Milliseconds atMost);
   // Passes on what is queued for the other ranks, at most until the deadline.
@@ -364,6 +368,11 @@ void Forming::pause(Milliseconds atMost) {
   engine_.mesh()->checkProcesses();
 }
 
+void Forming::notify(const Invitation::Receiver& receiver, const Status& why) {
+  (void)Invitation::send(engine_.mesh(), receiver, InvitationMessage(why), {},
+                         &notices_.emplace_back());
+}
+
 void Forming::flush(Deadline end) {
   while (!end.expired()) {
     const auto isFlushed = [](const auto& notice) { return notice->isFlushed(); };
@@ -507,7 +516,6 @@ class Root final : public Forming {
   Status awaitAll() override;
   bool reportFailure(Status* why) override;
 
-  void notifyMissing(const Status& why);
   void noteDepartures();
   Status check();
   Status lookAtStore();
@@ -558,36 +566,27 @@ Status Root::awaitAll() {
 bool Root::reportFailure(Status* why) {
   const Status text = forOthers(*why);
   if (round_ && !round_->fail(text)) return false;
-  if (!usesStore()) {
-    notifyMissing(text);
+  if (round_) joined_ = round_->state().joined;
+  std::vector<int> others;  // in no round
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (!round_ || !joined_[rank]) others.push_back(rank);
+  }
+  if (usesStore()) {
+    // They find the error in the store, which this process may be serving.
+    const Handle last = giveUp(text);
+    const bool isBrief = why->code() == Code::kTimeout || why->code() == Code::kInterrupted;
+    const Status other = awaitReaders(options_, *store_, others, last, Deadline::after(kArrival),
+                                      Deadline::after(isBrief ? kTick : kReading));
+    if (!other.ok()) *why = other;
     return true;
   }
-  const Handle last = giveUp(text);
-  // Ranks that are in no round find the error in the store, which this process may be serving.
-  if (round_) joined_ = round_->state().joined;
-  std::vector<int> readers;
-  for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (!round_ || !joined_[rank]) readers.push_back(rank);
-  }
-  const bool isBrief = why->code() == Code::kTimeout || why->code() == Code::kInterrupted;
-  const Status other = awaitReaders(options_, *store_, readers, last, Deadline::after(kArrival),
-                                    Deadline::after(isBrief ? kTick : kReading));
-  if (!other.ok()) *why = other;
-  return true;
-}
-
-// Ranks that are in no round cannot find the error in a store. The rank that was to invite them may
-// be the one that is lost.
-void Root::notifyMissing(const Status& why) {
-  for (const int rank : missing()) {
+  for (const int rank : others) {
+    // The rank that was to invite it may be the one that is lost.
     const Candidate& candidate = candidates_[rank];
-    if (!candidate.isInvited()) continue;
-    const Invitation::Receiver receiver{candidate.handle.address, candidate.handle.nonce,
-                                        candidate.isPublished};
-    // A rank that cannot be notified waits until its own deadline.
-    (void)Invitation::send(engine_.mesh(), receiver, InvitationMessage(why), {},
-                           &notices_.emplace_back());
+    const Handle& handle = candidate.handle;
+    if (candidate.isInvited()) notify({handle.address, handle.nonce, candidate.isPublished}, text);
   }
+  return true;
 }
 
 // Returns the error that makes further waiting pointless, if there is one.
@@ -876,6 +875,11 @@ bool Member::reportFailure(Status* why) {
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
   if (usesStore() && isLasting && !isKnownToAll_ && (!round_ || !sentError().ok())) giveUp(text);
+  // Rank 0 may invite this rank later, and would wait for it.
+  const bool isToBeInvited = !round_ && !known_.peers.empty() && !isKnownToAll_;
+  if (isToBeInvited && sentError().ok()) {
+    notify({known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false}, text);
+  }
   // This rank leaves the round, so that it will not pass on what rank 0 sends to its subtree.
   return !round_ || round_->fail(text);
 }

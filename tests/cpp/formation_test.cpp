@@ -806,6 +806,45 @@ TEST(Formation, theSubtreeOfARankThatGivesUpIsNotified) {
   EXPECT(says(found[0], "rank 1 ("));
 }
 
+// A rank of a known group is interrupted before rank 0 begins, with a store or without. Its process
+// lives on.
+TEST(Formation, rankZeroIsNotifiedByARankThatItHasNotInvited) {
+  constexpr int kRanks = 3;
+  for (const bool hasStore : {false, true}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<std::shared_ptr<Engine>> engines;
+    for (int rank = 0; rank < kRanks; ++rank) engines.push_back(engineOn(""));
+    std::atomic<bool> isToEnd{false};
+    std::latch isInterrupted(1), isOver(kRanks);
+    Threads(kRanks, [&](int rank) {
+      GroupOptions options = optionsOf(rank, kRanks);
+      if (rank == 2) options.interrupted = [&] { return isToEnd.load(); };
+      std::shared_ptr<Communicator> job, next;
+      ASSERT_OK(Communicator::create(options, store, engines[rank], &job));
+      if (rank == 2) isToEnd = true;
+      if (rank != 2) isInterrupted.wait();
+      Status found;
+      if (hasStore) {
+        options.name = "next";
+        options.globalRanks = {0, 1, 2};
+        found = Communicator::create(options, store, engines[rank], &next);
+      } else {
+        found = Communicator::shrink(*job, " next", {0, 1, 2}, &next);
+      }
+      if (rank == 2) isInterrupted.count_down();
+      isOver.arrive_and_wait();
+      if (rank == 2) {
+        EXPECT_EQ(found.code(), Code::kInterrupted);
+      } else {
+        EXPECT_EQ(found.code(), Code::kAborted);
+        EXPECT(says(found, "rank 2 ("));
+        EXPECT(says(found, "was interrupted by a signal"));
+      }
+      job->close(Deadline::after(milliseconds(100)));
+    });
+  }
+}
+
 // A signal that arrives while rank 0 waits until the others have read its error.
 TEST(Formation, isInterruptedAfterAFailure) {
   const auto store = std::make_shared<MemoryStore>();

@@ -495,6 +495,7 @@ class Root final : public Forming {
     Handle handle;
     bool isPublished = false;  // the handle is in the store
     bool isNew = false;        // ... and came after rank 0
+    bool hasJoined = false;    // a round, by this handle
     bool isSlow = false;
     // kUnreachable, kGone: the formation fails if that lasts for longer than this. Kept while a
     // rank that was unreachable is invited again.
@@ -676,9 +677,8 @@ Status Root::consider(int rank, Handle handle) {
   next.state = Candidate::kInvited;
   next.isPublished = true;
   const Candidate& before = candidates_[rank];
-  next.isNew = handle.nonce == before.handle.nonce
-                   ? before.isNew
-                   : hasLooked_ || before.state != Candidate::kUnknown;
+  next.isNew =
+      handle.nonce == before.handle.nonce ? before.isNew : hasLooked_ || before.isPublished;
   bool isOfNow = next.isNew || this->isOfNow(handle.address);
   if (handle.rank != rank)
     return error(Code::kStore, "handle/" + std::to_string(rank) + " is of another rank");
@@ -717,7 +717,10 @@ Status Root::handleReports() {
     lastJoined_ = Clock::now();
   }
   for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
+    Candidate& candidate = candidates_[rank];
+    if (!joined_[rank] || !candidate.isInvited()) continue;
+    candidate.why = Status();
+    candidate.hasJoined |= candidate.handle.nonce == round_->roster().members[rank].nonce;
   }
   return Status();
 }
@@ -747,9 +750,9 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_.mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] || !store_ || (!isRefused && report.loss != LossReason::kLeft) ||
-             (isRefused && (!candidate.isPublished ||
-                            (!isAlive(address) && (candidate.isNew || isOfNow(address)))))) {
+  } else if (candidate.hasJoined || candidate.isNew || !store_ ||
+             (!isRefused && report.loss != LossReason::kLeft) ||
+             (isRefused && (!candidate.isPublished || (!isAlive(address) && isOfNow(address))))) {
     // Without a store it cannot come again. A known rank listens as long as it is in that group.
     candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
   } else {
@@ -789,6 +792,7 @@ bool Root::isRoundDue() {
 
 Status Root::startRound() {
   if (round_ && !round_->end()) return Status();
+  MYCOLL_RETURN_IF_ERROR(handleReports());  // the last ones
   Roster roster;
   MYCOLL_RETURN_IF_ERROR(Handle::freshNonce(&roster.number));
   // Larger than those of a process that was rank 0 before.
@@ -802,7 +806,7 @@ Status Root::startRound() {
     member.nonce = candidate.handle.nonce;
     peers[roster.members.size() - 1] = candidate.handle.address;
     member.isSlow = candidate.isSlow;
-    member.isPublished = candidate.isPublished;
+    member.isPublished = candidate.isPublished || candidate.hasJoined;
   }
   roster.peers = std::move(peers);
   hasChanged_ = isRoundUrgent_ = false;
@@ -848,7 +852,7 @@ class Member final : public Forming {
   Clock::time_point lostParent_, lostKnownPeer_;
   Deadline nextForward_;
   bool hasReportedLate_ = false;
-  bool isKnownToAll_ = false;  // the failure, or rank 0 cannot be reached
+  bool isKnownToAll_ = false;  // the failure
   std::unique_ptr<Invitation> probe_;
 };
 
@@ -870,16 +874,17 @@ Status Member::awaitAll() {
 
 bool Member::reportFailure(Status* why) {
   const Status text = forOthers(*why);
-  if (round_ && !isKnownToAll_) round_->report({round_->rank(), Round::Report::kGaveUp, text});
   const Code code = why->code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && !isKnownToAll_ && (!round_ || !sentError().ok())) giveUp(text);
-  // Rank 0 may invite this rank later, and would wait for it.
-  const bool isToBeInvited = !round_ && !known_.peers.empty() && !isKnownToAll_;
-  if (isToBeInvited && sentError().ok()) {
+  // Rank 0 may invite this rank again, and would wait for it.
+  const bool isCut = !round_ || lostParent_ != Clock::time_point();
+  const bool isNews = !isKnownToAll_ && sentError().ok();
+  if (!isCut && !isKnownToAll_) round_->report({round_->rank(), Round::Report::kGaveUp, text});
+  if (isCut && isNews && !known_.peers.empty()) {
     notify({known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false}, text);
   }
+  if (usesStore() && isLasting && !isKnownToAll_ && (isCut || !isNews)) giveUp(text);
   // This rank leaves the round, so that it will not pass on what rank 0 sends to its subtree.
   return !round_ || round_->fail(text);
 }
@@ -996,7 +1001,6 @@ Status Member::attendRound() {
     // If the parent has left, rank 0 begins another round, or writes its error to the store.
     if (Clock::now() - lostParent_ >= grace && !(hasLeft && store_)) {
       const PeerAddress& address = round_->roster().peers[parent];
-      isKnownToAll_ = true;
       return hasLeft ? ended(parent, address) : lost(state.parentLoss, address);
     }
   }

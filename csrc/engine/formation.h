@@ -9,8 +9,8 @@
 //
 // Ranks that have a group in common know each other's addresses, and can compute each other's
 // nonces from its secret; or the caller knows the ranks. They use no store, unless one of them is
-// missing after a second: it may have left that group. A rank that fails, also before rank 0 has
-// invited it, sends rank 0 its error, and rank 0 its own to all others.
+// missing after a second: it may have left that group. A rank that fails sends its error to rank 0,
+// also before rank 0 has invited it, or writes it to the store; rank 0 sends its own to all others.
 //
 // A store may hold handles of earlier groups of the same name. An invitation to a stale handle
 // finds no reception, so rank 0 waits for its successor. A rank that finds a handle of its own

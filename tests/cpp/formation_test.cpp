@@ -91,10 +91,13 @@ Status formAs(GroupOptions options, const std::shared_ptr<Store>& store,
   return status;
 }
 
-bool says(const Status& status, const std::string& words) {
-  const bool does = status.message().find(words) != std::string::npos;
-  if (!does) test::fail(__FILE__, __LINE__, test::show(status) + "\n  does not say: " + words);
+bool says(const std::string& text, const std::string& words) {
+  const bool does = text.find(words) != std::string::npos;
+  if (!does) test::fail(__FILE__, __LINE__, text + "\n  does not say: " + words);
   return does;
+}
+bool says(const Status& status, const std::string& words) {
+  return says(test::show(status), words);
 }
 
 // Can keep a process from sending anything.
@@ -170,6 +173,11 @@ class Puppet {
   Status failure() {
     drive([this] { return !round->state().failure.ok(); });
     return round->state().failure;
+  }
+  // Leaves its round without a report.
+  void giveUp() {
+    round.reset();
+    reception_.reset();
   }
   // Ends like a process that was killed: it sends nothing more.
   void die() { tap_->isCut = true; }
@@ -942,6 +950,33 @@ TEST(Formation, theEndOfRankZeroIsReported) {
     EXPECT(says(found[rank], "rank 0 ("));
     // Rank 1 sees that the process, which is its own, is alive.
     EXPECT(says(found[rank], rank == 1 ? "closed its connection" : "ended before its first call"));
+  }
+  // If rank 0 lives on, and makes another round, it must not wait for them.
+  for (const int child : {1, 2}) EXPECT(says(handleIn(*store, child).why, "rank 0 ("));
+}
+
+// Its process lives on. Its report was lost, as it was sent in a round that rank 0 had ended.
+TEST(Formation, aRankThatHasGivenUpIsNotTakenForAStaleHandle) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::latch isOver(3), hasGivenUp(1);
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank == 1) {
+      Puppet puppet(1, 3, store, " elsewhere");
+      puppet.join(puppet.beInvited());
+      std::this_thread::sleep_for(milliseconds(200));
+      puppet.giveUp();
+      hasGivenUp.count_down();
+      isOver.arrive_and_wait();
+      return;
+    }
+    if (rank == 2) hasGivenUp.wait();
+    found[rank] = formAs(optionsOf(rank, 3), store);
+    isOver.arrive_and_wait();
+  });
+  for (const int rank : {0, 2}) {
+    EXPECT_EQ(found[rank].code(), Code::kPeerLost);
+    EXPECT(says(found[rank], "rank 1 ("));
   }
 }
 

@@ -1,6 +1,7 @@
 #include "engine/round.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/bytes.h"
@@ -11,6 +12,10 @@
 
 namespace mycoll {
 namespace {
+
+// How often a rank that has nothing to send asks whether its parent is still in the round: a parent
+// that has left answers so. What it sent when it left may be lost.
+constexpr auto kAskEvery = std::chrono::milliseconds(1000);
 
 std::string encode(const Round::Report& report) {
   std::string payload;
@@ -121,6 +126,7 @@ void Round::sendUp(bool isWhole) {
     std::string payload;
     append(&payload, isWhole);
     for (const int rank : std::exchange(unsent_, {})) append(&payload, rank);
+    nextAsk_ = Deadline::after(kAskEvery);
     mailbox_.sendControl(parent_, FrameKind::kJoined, payload);
   } else if (isWhole && roster_.isComplete() && state_.failure.ok()) {
     state_.isFormed = true;
@@ -145,7 +151,8 @@ void Round::onJoined(int child, const std::string& payload) {
 void Round::forward() {
   {
     IoLock lock(mailbox_.ioMutex());
-    if (parent_ < 0 || unsent_.empty()) return;
+    const bool isDue = !unsent_.empty() || nextAsk_.expired();
+    if (parent_ < 0 || state_.parent != Parent::kHere || !isDue) return;
     sendUp(/*isWhole=*/false);
   }
   mesh_->progress();

@@ -4,7 +4,8 @@
 //   down   kInvitation   the roster, from each rank to its children in the control tree. It opens
 //                        the connection to a child, or uses one that exists
 //   up     kJoined       the ranks of a subtree that have joined: when all have, or every 100 ms
-//                        those that are new
+//                        those that are new, or every second none: the answer is kGoodbye if the
+//                        parent has left the round
 //          kAbort        a report about a rank: it gives up, its process has ended, it cannot be
 //                        reached. Each rank passes it on to rank 0
 //   down   kFormed       all ranks have joined: the group is made
@@ -23,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/status.h"
 #include "engine/control_tree.h"
 #include "engine/invitation.h"
@@ -75,7 +77,8 @@ class Round final : public EventHandler {
   };
   State state();
 
-  // Sends up the ranks that have joined since the last time. To be called about every 100 ms.
+  // Sends up the ranks that have joined since the last time, and now and then an empty list. To be
+  // called about every 100 ms.
   void forward();
   // Reports that this rank gives up or is late. Not on rank 0.
   void report(const Report& report);
@@ -120,7 +123,8 @@ class Round final : public EventHandler {
   Wakeup& wakeup_;
 
   State state_ GUARDED_BY(ioRole);
-  std::vector<int> unsent_ GUARDED_BY(ioRole);      // have joined, not sent up yet
+  std::vector<int> unsent_ GUARDED_BY(ioRole);  // have joined, not sent up yet
+  Deadline nextAsk_ GUARDED_BY(ioRole);
   std::set<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
 };
 

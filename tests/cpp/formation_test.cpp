@@ -760,31 +760,34 @@ TEST(Formation, rankZeroNotifiesRanksThatCannotSeeIt) {
 
 // As above, and rank 0 had begun a round, but did not wait until the other rank had joined it.
 TEST(Formation, aRoundMakesRankZeroKnown) {
-  const auto store = std::make_shared<MemoryStore>();
-  Status found;
-  std::atomic<bool> isOver{false};
-  Threads(2, [&](int rank) {
-    if (rank == 1) {
-      found = formAs(optionsOf(1, 2), store);
-      isOver = true;
-      return;
-    }
-    Puppet zero(0, 2, store, " elsewhere");
-    zero.handle.address.pidSpace = "elsewhere";
-    while (handleIn(*store, 1).nonce.empty()) std::this_thread::sleep_for(milliseconds(1));
-    const Handle member = handleIn(*store, 1);
-    Roster roster;
-    roster.round = 1;
-    ASSERT_OK(Handle::freshNonce(&roster.number));
-    roster.members = {{zero.handle.nonce, true}, {member.nonce, true}};
-    roster.peers = {zero.handle.address, member.address};
-    zero.begin(roster);
-    zero.round.reset();
-    zero.handle.why = "no descriptors";
-    zero.publish();
-    zero.drive([&] { return isOver.load(); });
-  });
-  EXPECT(says(found, "has given up: no descriptors"));
+  for (const bool hasJoined : {false, true}) {  // before rank 0 leaves the round
+    const auto store = std::make_shared<MemoryStore>();
+    Status found;
+    std::atomic<bool> isOver{false};
+    Threads(2, [&](int rank) {
+      if (rank == 1) {
+        found = formAs(optionsOf(1, 3), store);
+        isOver = true;
+        return;
+      }
+      Puppet zero(0, 3, store, " elsewhere");
+      zero.handle.address.pidSpace = "elsewhere";
+      while (handleIn(*store, 1).nonce.empty()) std::this_thread::sleep_for(milliseconds(1));
+      const Handle member = handleIn(*store, 1);
+      Roster roster;
+      roster.round = 1;
+      ASSERT_OK(Handle::freshNonce(&roster.number));
+      roster.members = {{zero.handle.nonce, true}, {member.nonce, true}, {}};
+      roster.peers = {zero.handle.address, member.address, PeerAddress()};
+      zero.begin(roster);
+      zero.drive([&] { return !hasJoined || zero.round->state().joined[1]; });
+      zero.round.reset();
+      zero.handle.why = "no descriptors";
+      zero.publish();
+      zero.drive([&] { return isOver.load(); });
+    });
+    EXPECT(says(found, "has given up: no descriptors"));
+  }
 }
 
 // A rank with children gives up while another rank is missing. Its process lives on.

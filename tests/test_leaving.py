@@ -230,6 +230,33 @@ def test_a_daemon_thread_that_makes_an_elastic_group_does_not_disturb_the_exit(m
         assert run_ranks(JOINS_IN_VAIN, 1).count("finished") == 1
 
 
+LOADS_AT_THE_END = """
+import threading, time
+import torch
+from mycoll import _load
+
+begun, load = threading.Event(), _load.load
+
+def slowly():
+    begun.set()
+    time.sleep(0.3)
+    return load()
+
+def use() -> None:
+    from mycoll import _C
+
+_load.load = slowly
+threading.Thread(target=use, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_the_exit_waits_for_a_thread_that_loads_mycoll():
+    [(code, _, err)] = warm.ranks(LOADS_AT_THE_END, 1, to_the_end=True)
+    assert code == 0
+    assert "Exception" not in err, err
+
+
 LAST_WORDS = """
 import atexit
 import os

@@ -70,12 +70,14 @@ def replace_gloo() -> None:
 
 def close_all() -> None:
     """Ends the groups that were never destroyed."""
-    module = sys.modules.get("mycoll._C")
-    if module is not None:
+    if "mycoll._C" in sys.modules:
         from mycoll import _leaving
 
-        # Python has printed an exception's traceback before it runs this.
-        module._close_all(_leaving.reason_to_end())
+        with contextlib.suppress(ImportError):
+            from mycoll import _C  # another thread may still be loading it
+
+            # Python has printed an exception's traceback before it runs this.
+            _C._close_all(_leaving.reason_to_end())
 
 
 def register_mpi_scheme() -> None:

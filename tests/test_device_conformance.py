@@ -43,6 +43,7 @@ NATIVE = (
     functional.functional,
     functional.gradients,
     groups.subsets,
+    layouts.expanded_everywhere,
     objects.objects,
     messages.batch,
     messages.batch_one_sided,

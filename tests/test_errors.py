@@ -173,7 +173,6 @@ def outputs(n: int) -> dict[str, Mistake]:
     """Outputs that cannot be written to, as those whose elements share memory."""
     shared = torch.zeros(1).expand(6)
     found: dict[str, Mistake] = {
-        "broadcast": (lambda: dist.broadcast(shared, 1), ()),
         "recv": (lambda: dist.recv(shared, 1), ()),
         "all_gather": (lambda: dist.all_gather([shared] + [f32(6)] * (n - 1), f32(6)), ()),
     }

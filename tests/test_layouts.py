@@ -7,7 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from jobs.layouts import degenerate, layouts, strided_tensors_of_scatter_and_gather
+from jobs.layouts import (
+    degenerate,
+    expanded_everywhere,
+    layouts,
+    strided_tensors_of_scatter_and_gather,
+)
 from worlds.worker import Ctx
 
 
@@ -84,6 +89,32 @@ def expanded_in_place(ctx: Ctx) -> None:
             dist.all_reduce_coalesced([*several, torch.ones(2)])
         for i, x in enumerate(several):
             ctx.same(x, torch.full((4,), float(total + i * ctx.size)))
+
+
+@pytest.mark.worlds(2, 3)
+def test_expanded_everywhere(world):
+    world.run(expanded_everywhere)
+
+
+def interleaved(ctx: Ctx) -> None:
+    """Rows that lie between each other, and share no element."""
+    total = float(sum(range(ctx.size)))
+    for shape, strides in (((3, 2), (2, 3)), ((4, 3), (6, 4)), ((2, 3, 2), (9, 5, 3))):
+        memory = torch.full((40,), -99.0)
+        x = memory.as_strided(shape, strides).fill_(ctx.rank)
+        dist.all_reduce(x)
+        ctx.same(x, torch.full(shape, total), "all_reduce")
+        dist.broadcast(x.fill_(ctx.rank), 1)
+        ctx.same(x, torch.ones(shape), "broadcast")
+        ctx.equal(int((memory == -99).sum()), 40 - x.numel(), "elements around the view")
+    for x in (torch.zeros(40).as_strided((5, 4), (3, 4)), torch.zeros(9).unfold(0, 3, 2)):
+        with ctx.raises(ValueError, "share memory"):
+            dist.all_reduce(x)
+
+
+@pytest.mark.worlds(2)
+def test_views_that_interleave(world, mycoll_only):
+    world.run(interleaved)
 
 
 def cut_anywhere(ctx: Ctx) -> None:

@@ -2,12 +2,14 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "backend/plain_dispatch.h"
@@ -191,29 +193,40 @@ void unpack(const void* plain, const at::Tensor& tensor) {
               static_cast<char*>(const_cast<void*>(plain)), /*toTensor=*/true);
 }
 
-at::Tensor withoutRepeats(const at::Tensor& tensor) {
-  at::Tensor narrowed = tensor;
-  if (!tensor.defined() || tensor.layout() != at::kStrided) return narrowed;
+at::Tensor withoutRepeatsOf(const at::Tensor& expanded, const at::Tensor& tensor) {
   const PlainDispatch guard;
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.stride(i) == 0 && tensor.size(i) > 1) narrowed = narrowed.narrow(i, 0, 1);
+  at::Tensor narrowed = tensor;
+  for (int64_t i = 0; i < expanded.dim(); ++i) {
+    if (expanded.stride(i) == 0 && expanded.size(i) > 1) narrowed = narrowed.narrow(i, 0, 1);
   }
   return narrowed;
 }
 
-bool mayOverlapItself(const at::Tensor& tensor) {
+at::Tensor withoutRepeats(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided) return tensor;
+  return withoutRepeatsOf(tensor, tensor);
+}
+
+bool overlapsItself(const at::Tensor& tensor) {
   if (tensor.numel() <= 1) return false;
   std::vector<std::pair<int64_t, int64_t>> byStride;  // stride, size
   for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.size(i) > 1) byStride.emplace_back(std::abs(tensor.stride(i)), tensor.size(i));
+    if (tensor.size(i) > 1) byStride.emplace_back(tensor.stride(i), tensor.size(i));
   }
   std::sort(byStride.begin(), byStride.end());
   int64_t reach = 0;  // of all smaller strides together
+  bool isNested = true;
   for (const auto& [stride, size] : byStride) {
-    if (stride <= reach) return true;
+    isNested &= stride > reach;
     reach += stride * (size - 1);
   }
-  return false;
+  if (isNested) return false;
+  if (byStride.front().first == 0 || reach + 1 < tensor.numel()) return true;
+  // The elements of several dimensions interleave: marks the place of each.
+  const PlainDispatch guard;
+  const at::Tensor marks = at::zeros({reach + 1}, at::TensorOptions(at::kByte).device(at::kCPU));
+  marks.as_strided(tensor.sizes(), tensor.strides(), 0).fill_(1);
+  return marks.sum().item<int64_t>() != tensor.numel();
 }
 
 }  // namespace mycoll

@@ -28,13 +28,15 @@ at::Tensor emptyElements(int64_t count, at::ScalarType type);
 void pack(const at::Tensor& tensor, void* plain);
 void unpack(const void* plain, const at::Tensor& tensor);
 
-// True if two elements of the tensor may share memory (expanded tensors): writing to it then has no
+// True if two elements of the tensor share memory (expanded tensors): writing to it then has no
 // defined result.
-bool mayOverlapItself(const at::Tensor& tensor);
+bool overlapsItself(const at::Tensor& tensor);
 
 // If the tensor is expanded (stride 0), returns a view with one element for all that share memory,
 // so that an operation in place changes each of them once. Otherwise returns the tensor itself.
 at::Tensor withoutRepeats(const at::Tensor& tensor);
+// Returns the part of another tensor of the same shape that withoutRepeats() takes of `expanded`.
+at::Tensor withoutRepeatsOf(const at::Tensor& expanded, const at::Tensor& tensor);
 
 // The memory of a plain tensor: for reading, and for writing (which un-shares copy-on-write
 // memory).

@@ -89,7 +89,10 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
   checkRoot(caller, "src", opts.rootRank);
   const bool isRoot = opts.rootRank == caller.rank;
   const at::Tensor& tensor = single(caller, "tensor", tensors);
-  checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
+  // All ranks, or some, may pass an expanded tensor. Elements that share memory then get one of the
+  // source's: they are equal if the source is expanded as well.
+  at::Tensor part;
+  checkOneOf(caller, Argument{"tensor"}, narrowed(tensor, &part), /*isOutput=*/!isRoot);
   Request request(caller, c10d::OpType::BROADCAST, opts);
   const Span span = isRoot ? request.input(tensor) : request.output(tensor);
   Call& call = request.addCall(OpKind::kBroadcast, tensor);

@@ -46,7 +46,7 @@ void refuseTensor(const CallerInfo& caller, const Argument& argument, const at::
 void checkOutput(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor) {
   checkTensor(caller, argument, tensor);
   if (tensor.is_contiguous()) return;
-  if (mayOverlapItself(tensor)) {
+  if (overlapsItself(tensor)) {
     refuse(caller, argument.text(),
            " is written to, so its elements must not share memory, but it has "
            "shape ",

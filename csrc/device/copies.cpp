@@ -23,7 +23,8 @@ void copyBackOnDevice(c10::ArrayRef<CopyBack> copies) {
         copy.packed.sizes() == target.sizes()
             ? copy.packed
             : copy.packed.view({-1}).narrow(0, first, target.numel()).view(target.sizes());
-    target.copy_(source, /*non_blocking=*/true);
+    // torch refuses to copy to an expanded tensor.
+    withoutRepeats(target).copy_(withoutRepeatsOf(target, source), /*non_blocking=*/true);
   }
 }
 

@@ -121,6 +121,18 @@ def strided_tensors_of_scatter_and_gather(ctx: Ctx) -> None:
         ctx.same(out, torch.stack([w[ctx.rank] for w in whole]))
 
 
+def expanded_everywhere(ctx: Ctx) -> None:
+    """All ranks pass an expanded tensor, as they do in one program."""
+    for root in range(ctx.size):
+        x = (torch.arange(3.0) + 10 * ctx.rank).expand(2, 3)
+        dist.broadcast(x, root)
+        ctx.same(x, (torch.arange(3.0) + 10 * root).expand(2, 3), "broadcast")
+        x = torch.full((1,), float(ctx.rank)).expand(4)
+        dist.reduce(x, root)
+        if ctx.rank == root:
+            ctx.same(x, torch.full((4,), float(sum(range(ctx.size)))), "reduce")
+
+
 def degenerate(ctx: Ctx) -> None:
     ranks = range(ctx.size)
     for shape in ((), (0,), (3, 0, 2), (1, 1, 1)):

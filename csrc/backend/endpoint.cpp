@@ -1,10 +1,21 @@
 #include "backend/endpoint.h"
 
+#include <atomic>
 #include <utility>
 
 #include "backend/errors.h"
 
 namespace mycoll {
+
+MycollEndpoint::MycollEndpoint(const std::string& name, Milliseconds timeout,
+                               const std::string& storeHost)
+    : name_(name) {
+  static std::atomic<int> made{0};
+  checkTimeout(CallerInfo{"mycoll", 0, 1, &name}, timeout);
+  GroupOptions options = MycollBackend::groupOptions(name, made.fetch_add(1), 1, timeout);
+  options.storeHost = storeHost;
+  throwIfNotFormed(Endpoint::make(std::move(options), /*engine=*/nullptr, &endpoint_));
+}
 
 // A forked child closes and frees nothing that is its parent's.
 MycollEndpoint::~MycollEndpoint() {
@@ -22,8 +33,11 @@ c10::intrusive_ptr<MycollBackend> MycollEndpoint::form(int64_t number,
                                                        Milliseconds timeout,
                                                        c10::intrusive_ptr<MycollOptions> options,
                                                        DeviceFactory makeDevice) {
-  return MycollBackend::form(enter("form"), number, handles, timeout, std::move(options),
-                             std::move(makeDevice));
+  std::shared_ptr<Communicator> communicator;
+  throwIfNotFormed(enter("form").form(number, handles, timeout, &communicator));
+  MycollBackend::Identity identity{communicator->options().name, {}, /*isOfJob=*/false, {}};
+  return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
+                                            std::move(makeDevice));
 }
 
 void MycollEndpoint::send(const std::string& handle, const std::string& text) {

@@ -19,13 +19,14 @@ class MycollEndpoint {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // As MycollBackend::makeEndpoint().
-  MycollEndpoint(const std::string& name, Milliseconds timeout, const std::string& storeHost)
-      : name_(name), endpoint_(MycollBackend::makeEndpoint(name, timeout, storeHost)) {}
+  // Several of one name in a process are processes of their own to others. storeHost: as in
+  // GroupOptions.
+  MycollEndpoint(const std::string& name, Milliseconds timeout, const std::string& storeHost);
   ~MycollEndpoint();
 
   const std::string& handle() const { return endpoint_->handle(); }
   std::string mismatch(const std::string& handle) const { return endpoint_->mismatch(handle); }
+  // See Endpoint::form(). options: of this group.
   c10::intrusive_ptr<MycollBackend> form(int64_t number, const std::vector<std::string>& handles,
                                          Milliseconds timeout,
                                          c10::intrusive_ptr<MycollOptions> options,

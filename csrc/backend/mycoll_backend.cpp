@@ -47,8 +47,13 @@ std::string& whyNone() {
   return *kWhy;
 }
 
-GroupOptions groupOptions(const std::string& name, int rank, int size,
-                          std::chrono::milliseconds timeout) {
+}  // namespace
+
+void setWhyNoDevices(std::string why) { whyNone() = std::move(why); }
+const std::string& whyNoDevices() { return whyNone(); }
+
+GroupOptions MycollBackend::groupOptions(const std::string& name, int rank, int size,
+                                         Milliseconds timeout) {
   GroupOptions group;
   group.name = name;
   group.rank = rank;
@@ -59,11 +64,6 @@ GroupOptions groupOptions(const std::string& name, int rank, int size,
   group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
   return group;
 }
-
-}  // namespace
-
-void setWhyNoDevices(std::string why) { whyNone() = std::move(why); }
-const std::string& whyNoDevices() { return whyNone(); }
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Identity identity,
@@ -141,29 +141,6 @@ MycollBackend::~MycollBackend() {
   }
   generations_.current().end(
       Deadline::after(std::min(generations_.shutdownTimeout(), kDropTimeout)), "");
-}
-
-std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name, Milliseconds timeout,
-                                                      const std::string& storeHost) {
-  static std::atomic<int> made{0};
-  checkTimeout(CallerInfo{"mycoll", 0, 1, &name}, timeout);
-  std::unique_ptr<Endpoint> endpoint;
-  GroupOptions options = groupOptions(name, made.fetch_add(1), 1, timeout);
-  options.storeHost = storeHost;
-  throwIfNotFormed(Endpoint::make(std::move(options), /*engine=*/nullptr, &endpoint));
-  return endpoint;
-}
-
-c10::intrusive_ptr<MycollBackend> MycollBackend::form(Endpoint& endpoint, int64_t number,
-                                                      const std::vector<std::string>& handles,
-                                                      Milliseconds timeout,
-                                                      c10::intrusive_ptr<MycollOptions> options,
-                                                      DeviceFactory makeDevice) {
-  std::shared_ptr<Communicator> communicator;
-  throwIfNotFormed(endpoint.form(number, handles, timeout, &communicator));
-  Identity identity{communicator->options().name, {}, /*isOfJob=*/false, {}};
-  return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
-                                            std::move(makeDevice));
 }
 
 void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {

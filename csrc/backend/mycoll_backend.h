@@ -64,16 +64,9 @@ class MycollBackend final : public c10d::Backend {
                                                   int rank, int size, Identity identity,
                                                   c10::intrusive_ptr<MycollOptions> options,
                                                   DeviceFactory makeDevice);
-  // An endpoint for form(). Several of one name in a process are processes of their own to others.
-  // storeHost: as in GroupOptions.
-  static std::unique_ptr<Endpoint> makeEndpoint(const std::string& name, Milliseconds timeout,
-                                                const std::string& storeHost);
-  // Forms a group: see Endpoint::form(). options: of this group.
-  static c10::intrusive_ptr<MycollBackend> form(Endpoint& endpoint, int64_t number,
-                                                const std::vector<std::string>& handles,
-                                                Milliseconds timeout,
-                                                c10::intrusive_ptr<MycollOptions> options,
-                                                DeviceFactory makeDevice);
+  // What all groups have in common: name, place and timeout, and the callbacks into Python.
+  static GroupOptions groupOptions(const std::string& name, int rank, int size,
+                                   Milliseconds timeout);
   // For create(), and c10::make_intrusive. communicator: null if there is an endpoint.
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator, Identity identity,
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice,

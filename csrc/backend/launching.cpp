@@ -196,23 +196,16 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
 
 c10::intrusive_ptr<MycollWork> MycollBackend::makeWork(Request& request, at::TensorList outputs,
                                                        MycollWork::Ops ops, std::string heldCall) {
-  MycollWork::Extras extras;
-  extras.copyBacks = std::move(request.copyBacks);
   const bool isHooked = hook_->isSet();
-  extras.isTimed = isTimed_ || isHooked;
-  extras.started = MycollWork::Clock::now();
-  extras.timeout = timeoutOf(request);
-  extras.extension = std::move(request.extension);
-  if (!request.isMessage()) extras.order = CallbackOrder::here(callbacks_);
-  extras.perList = request.perList;
-  extras.heldCall = std::move(heldCall);
-  if (request.isProfiled && request.async) {
-    extras.profilingTitle = titleOf(request);
-    extras.profiledInputs = request.given.vec();
-  }
-  auto work = c10::make_intrusive<MycollWork>(generations_.kept(request.caller.communicator()),
-                                              request.type, std::move(ops), outputs.vec(),
-                                              std::move(extras));
+  MycollWork::Traits traits;
+  traits.isTimed = isTimed_ || isHooked;
+  traits.timeout = timeoutOf(request);
+  if (!request.isMessage()) traits.order = CallbackOrder::here(callbacks_);
+  traits.heldCall = std::move(heldCall);
+  if (request.isProfiled && request.async) traits.profilingTitle = titleOf(request);
+  auto work =
+      c10::make_intrusive<MycollWork>(generations_.kept(request.caller.communicator()), request,
+                                      std::move(ops), outputs.vec(), std::move(traits));
   work->start();
   if (isHooked) hook_->runAfter(work);
   if (Block* const block = request.async ? openBlock() : nullptr) block->works.push_back(work);

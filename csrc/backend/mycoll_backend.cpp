@@ -318,8 +318,9 @@ MycollBackend::WorkPtr MycollBackend::reconfigure(const c10d::ReconfigureOptions
       opts.uuid, handles, timeout, [&](const std::shared_ptr<Communicator>& next) {
         rank_ = next->rank();  // for torch; mycoll's own calls use their generation's
         size_ = next->ranks();
-        work = c10::make_intrusive<MycollWork>(next, c10d::OpType::UNKNOWN, MycollWork::Ops(),
-                                               Tensors(), MycollWork::Extras());
+        Request nothing(caller, c10d::OpType::UNKNOWN, timeout, /*isAsync=*/true);
+        work = c10::make_intrusive<MycollWork>(next, nothing, MycollWork::Ops(), Tensors(),
+                                               MycollWork::Traits());
       });
   isDescribed_ = false;
   work->start();

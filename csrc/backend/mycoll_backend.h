@@ -265,7 +265,7 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops);
   // For an asynchronous collective: submits it when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, CallbackOrder& order);
-  // heldCall: see MycollWork::Extras.
+  // heldCall: see MycollWork::Traits.
   c10::intrusive_ptr<MycollWork> makeWork(Request& request, at::TensorList outputs,
                                           MycollWork::Ops ops, std::string heldCall = {});
   std::string describe(const Request& request) const;

@@ -71,29 +71,26 @@ void throwUnlessIdle(CallbackOrder::Outcome outcome, const std::string& call,
   }
 }
 
-MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
-                       std::vector<at::Tensor> outputs, Extras extras)
-    : c10d::Work(communicator->rank(), type,
-                 extras.profilingTitle.empty() ? nullptr : extras.profilingTitle.c_str(),
-                 extras.profiledInputs),
+MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, Request& request, Ops ops,
+                       std::vector<at::Tensor> outputs, Traits traits)
+    : c10d::Work(communicator->rank(), request.type,
+                 traits.profilingTitle.empty() ? nullptr : traits.profilingTitle.c_str(),
+                 traits.profilingTitle.empty() ? std::nullopt
+                                               : std::make_optional(request.given.vec())),
       communicator_(std::move(communicator)),
-      heldCall_(std::move(extras.heldCall)),
-      hasBegun_(heldCall_.empty()),
+      traits_(std::move(traits)),
+      hasBegun_(traits_.heldCall.empty()),
       ops_(std::move(ops)),
       outputs_(std::move(outputs)),
-      started_(extras.started),
-      timeout_(extras.timeout),
-      isTimed_(extras.isTimed),
-      perList_(extras.perList),
-      order_(std::move(extras.order)),
+      perList_(request.perList),
       unfinishedOps_(ops_.size()),
-      copyBacks_(std::move(extras.copyBacks)),
-      extension_(std::move(extras.extension)) {}
+      copyBacks_(std::move(request.copyBacks)),
+      extension_(std::move(request.extension)) {}
 
 // Takes no lock: no other thread knows the work yet.
 void MycollWork::start() NO_THREAD_SAFETY_ANALYSIS {
   const bool hasMoreToDo =
-      !copyBacks_.empty() || extension_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
+      !copyBacks_.empty() || extension_ || traits_.isTimed || recordFunctionEndCallback_ != nullptr;
   if (hasMoreToDo) watch();
 }
 
@@ -121,11 +118,11 @@ void MycollWork::awaitBegin(Deadline deadline) {
   const auto waited = [this] {
     return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started_);
   };
-  const bool isTimeLimited = timeout_ > std::chrono::milliseconds(0);
-  if (isTimeLimited) deadline = earlier(deadline, Deadline::after(timeout_ - waited()));
-  const CallbackOrder::Outcome outcome = order_->await(heldAs_, deadline, isInterruptPending);
+  const bool isTimeLimited = traits_.timeout > std::chrono::milliseconds(0);
+  if (isTimeLimited) deadline = earlier(deadline, Deadline::after(traits_.timeout - waited()));
+  const CallbackOrder::Outcome outcome = traits_.order->await(heldAs_, deadline, isInterruptPending);
   const QuietScope quiet;  // the wait is over, not the operation
-  throwUnlessIdle(outcome, heldCall_, waited());
+  throwUnlessIdle(outcome, traits_.heldCall, waited());
 }
 
 void MycollWork::noteWaiting() const {
@@ -178,7 +175,7 @@ void MycollWork::finish() {
     turn.swap(turn_);
     resultFuture = resultFuture_;
     extension_.reset();
-    if (isTimed_) ended_ = Clock::now();
+    if (traits_.isTimed) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
   }
   if (recordFunctionEndCallback_) recordFunctionEndCallback_();
@@ -307,7 +304,7 @@ FuturePtr MycollWork::getFuture() {
     isComplete = isDone();
     if (!isComplete && isCalledByPython()) {
       isAsked_.store(true, std::memory_order_release);
-      turn_ = CallbackOrder::add(order_, future);
+      turn_ = CallbackOrder::add(traits_.order, future);
     }
   }
   if (isComplete) {
@@ -340,7 +337,7 @@ FuturePtr MycollWork::getFutureResult() {
 
 float MycollWork::getDuration() const {
   enter("Work._get_duration");
-  TORCH_CHECK(isTimed_, "durations are measured only when enableCollectivesTiming() was called");
+  TORCH_CHECK(traits_.isTimed, "durations are measured only when enableCollectivesTiming() was called");
   TORCH_CHECK(isDone(), "the duration is known when the operation has completed");
   return std::chrono::duration<float, std::milli>(ended_ - started_).count();
 }

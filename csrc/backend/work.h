@@ -39,21 +39,18 @@ class MycollWork final : public c10d::Work {
   using Ops = c10::SmallVector<OpPtr, 1>;
   using Clock = std::chrono::steady_clock;
 
-  struct Extras {
-    CopyBacks copyBacks;
-    bool isTimed = false;        // record when it ended
-    size_t perList = 0;          // see Request::perList
-    std::string profilingTitle;  // empty: not profiled
-    std::optional<std::vector<at::Tensor>> profiledInputs;
-    Clock::time_point started;
+  // What does not change, besides what its request says.
+  struct Traits {
+    bool isTimed = false;  // record when it ended
     std::chrono::milliseconds timeout{0};
-    std::shared_ptr<void> extension;  // of the timeout, dropped when done; may be null
-    CallbackOrder::Ptr order;  // of the call; null: callbacks of the future run when they can
-    std::string heldCall;      // describes a held call, whose operations begin() adds; else empty
+    CallbackOrder::Ptr order;    // of the call; null: callbacks of the future run when they can
+    std::string heldCall;        // describes a held call, whose operations begin() adds; else empty
+    std::string profilingTitle;  // empty: not profiled
   };
 
-  MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
-             std::vector<at::Tensor> outputs, Extras extras);
+  // Takes what the operation needs until its end out of the request.
+  MycollWork(std::shared_ptr<Communicator> communicator, Request& request, Ops ops,
+             std::vector<at::Tensor> outputs, Traits traits);
 
   // Asks the engine for a notification when it is done, if finish() must not wait for a thread that
   // waits or polls.
@@ -77,7 +74,7 @@ class MycollWork final : public c10d::Work {
   float getDuration() const override;
   uint64_t getSequencenumber() const override;
 #if MYCOLL_TORCH_HAS_WORK_TIMEOUT
-  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+  std::chrono::milliseconds getTimeout() const override { return traits_.timeout; }
 #endif
 
  private:
@@ -98,23 +95,20 @@ class MycollWork final : public c10d::Work {
   bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }
   // Begins a held work if this thread runs a callback of the group.
   void beginIfInCallback() {
-    if (heldAs_) order_->beginIfInside(heldAs_);
+    if (heldAs_) traits_.order->beginIfInside(heldAs_);
   }
   void awaitBegin(Deadline deadline);
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
   const OwningProcess owner_;
-  const std::string heldCall_;      // see Extras
+  const Traits traits_;
   CallbackOrder::EntryPtr heldAs_;  // set before other threads know the work
   std::atomic<bool> hasBegun_;
   Ops ops_;  // read after hasBegun_
   const std::vector<at::Tensor> outputs_;
-  const Clock::time_point started_;
-  const std::chrono::milliseconds timeout_;
-  const bool isTimed_;
-  const size_t perList_;
-  const CallbackOrder::Ptr order_;
+  const size_t perList_;  // see Request::perList
+  const Clock::time_point started_ = Clock::now();
 
   std::atomic<State> state_{State::kRunning};
   std::atomic<bool> isAsked_{false};   // Python got future_ before the end
@@ -127,7 +121,7 @@ class MycollWork final : public c10d::Work {
   mutable Mutex lock_;
   bool isWatched_ GUARDED_BY(lock_) = false;
   CopyBacks copyBacks_ GUARDED_BY(lock_);
-  std::shared_ptr<void> extension_ GUARDED_BY(lock_);
+  std::shared_ptr<void> extension_ GUARDED_BY(lock_);  // of the timeout; may be null
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
   // The turn of future_, if Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);

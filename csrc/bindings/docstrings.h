@@ -206,49 +206,6 @@ same order and with the same size. Does nothing without NCCL. Raises ArgumentErr
 is registered with other arguments, and DistBackendError if NCCL refuses it.)";
 inline constexpr const char* kBackendDeregisterMemory =
     R"(Undoes `_register_memory()`. Raises ArgumentError if the memory is not registered.)";
-inline constexpr const char* kBackendMemAllocator =
-    "NCCL's allocator, for torch.cuda.MemPool(). Raises RuntimeError if NCCL has none.";
-inline constexpr const char* kBackendRegisterMemPool =
-    R"(Registers a pool as mycoll.register_mem_pool() does, by the name of torch's nccl.
-
-Args:
-    pool: A torch.cuda.MemPool.
-    symm: Whether all ranks register a pool with the same segments, in the same order.
-
-Raises:
-    ArgumentError: The memory is registered already, with other arguments.
-)";
-inline constexpr const char* kBackendDeregisterMemPool = R"(Undoes `register_mem_pool()`.
-
-Args:
-    pool: The pool that was registered.
-
-Raises:
-    ArgumentError: It is not registered.
-)";
-inline constexpr const char* kBackendSupportsTensorAlloc =
-    R"(Returns whether `allocate_tensor()` has memory for a device.
-
-Args:
-    device: A torch.device.
-
-Returns:
-    True once the group's tensors travel through an NCCL that allocates memory.
-)";
-inline constexpr const char* kBackendAllocateTensor =
-    R"(Makes an uninitialised tensor in memory that NCCL reads and writes without a copy.
-
-Args:
-    size: The number of elements.
-    dtype: The dtype of the tensor.
-    device: The device of the tensor.
-
-Returns:
-    The tensor, with one dimension.
-
-Raises:
-    ValueError: `supports_tensor_alloc()` is false for the device.
-)";
 inline constexpr const char* kBackendCommPtr =
     R"(Gives NCCL's communicator on the current device to libraries that call NCCL themselves.
 

@@ -57,6 +57,7 @@ using WindowPtr = c10::intrusive_ptr<MycollWindow>;
 using Milliseconds = std::chrono::milliseconds;
 // Their destructors wait for other ranks, or for the engine's thread.
 using DropWithoutGil = py::release_gil_before_calling_cpp_dtor;
+using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void closeAll(const std::string& reason) {
   const bool hasOthers = mycoll::countPythonThreads() > 1;
@@ -89,8 +90,6 @@ BackendPtr createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
       store, rank, size, {std::move(groupId), std::move(globalRanks), isOfJob, std::move(shown)},
       std::move(own), hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
 }
-
-py::module_ memoryModule() { return py::module_::import("mycoll.memory"); }
 
 std::string describeOptions(const MycollOptions& options) {
   const auto seconds = [](Milliseconds time) {
@@ -214,7 +213,6 @@ void defineWindowTypes(py::module_& module) {
 
 void defineWindow(py::module_& module) {
   defineWindowTypes(module);
-  using NoGil = py::call_guard<py::gil_scoped_release>;
 #if MYCOLL_TORCH_HAS_WINDOW
   using Class = py::class_<MycollWindow, WindowPtr, c10d::Window>;
 #else
@@ -339,8 +337,7 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<MycollEndpoint>(module, "Endpoint", DropWithoutGil(), doc::kEndpoint)
       .def(py::init<const std::string&, Milliseconds, const std::string&>(), py::arg("name"),
-           py::arg("timeout"), py::arg("store_host"), py::call_guard<py::gil_scoped_release>(),
-           doc::kEndpointInit)
+           py::arg("timeout"), py::arg("store_host"), NoGil(), doc::kEndpointInit)
       .def_property_readonly("handle", &MycollEndpoint::handle, doc::kEndpointHandle)
       .def("mismatch", &MycollEndpoint::mismatch, py::arg("handle"), doc::kEndpointMismatch)
       .def(
@@ -354,17 +351,15 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
           py::arg("has_device"), doc::kEndpointForm)
-      .def("send", &MycollEndpoint::send, py::arg("handle"), py::arg("text"),
-           py::call_guard<py::gil_scoped_release>(), doc::kEndpointSend)
-      .def("receive", &MycollEndpoint::receive, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>(), doc::kEndpointReceive)
-      .def("watch", &MycollEndpoint::watch, py::arg("handles"),
-           py::call_guard<py::gil_scoped_release>(), doc::kEndpointWatch)
-      .def("loss_of", &MycollEndpoint::lossOf, py::arg("handle"),
-           py::call_guard<py::gil_scoped_release>(), doc::kEndpointLossOf);
+      .def("send", &MycollEndpoint::send, py::arg("handle"), py::arg("text"), NoGil(),
+           doc::kEndpointSend)
+      .def("receive", &MycollEndpoint::receive, py::arg("timeout"), NoGil(), doc::kEndpointReceive)
+      .def("watch", &MycollEndpoint::watch, py::arg("handles"), NoGil(), doc::kEndpointWatch)
+      .def("loss_of", &MycollEndpoint::lossOf, py::arg("handle"), NoGil(), doc::kEndpointLossOf);
 
-  py::class_<MycollBackend, BackendPtr, c10d::Backend>(module, "MycollBackend", DropWithoutGil(),
-                                                       doc::kBackend)
+  py::class_<MycollBackend, BackendPtr, c10d::Backend> backend(module, "MycollBackend",
+                                                               DropWithoutGil(), doc::kBackend);
+  backend
       .def(py::init(&createBackend), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
            py::arg("options").none(true) = nullptr, py::arg("has_device") = false,
@@ -372,19 +367,16 @@ PYBIND11_MODULE(_C, module) {
            py::arg("enable_reconfigure") = false, doc::kBackendInit)
       .def_property_readonly(
           "options", [](const MycollBackend& self) { return self.options(); }, doc::kBackendOptions)
-      .def("transport", &MycollBackend::transport, py::call_guard<py::gil_scoped_release>(),
-           doc::kBackendTransport)
-      .def("encryption", &MycollBackend::encryption, py::call_guard<py::gil_scoped_release>(),
-           doc::kBackendEncryption)
+      .def("transport", &MycollBackend::transport, NoGil(), doc::kBackendTransport)
+      .def("encryption", &MycollBackend::encryption, NoGil(), doc::kBackendEncryption)
       .def(
           "device_transport",
           [](const MycollBackend& self) {
             const auto device = self.device("device_transport");
             return device ? device->path() : "";
           },
-          py::call_guard<py::gil_scoped_release>(), doc::kBackendDeviceTransport)
-      .def("_discard", &MycollBackend::discard, py::call_guard<py::gil_scoped_release>(),
-           doc::kBackendDiscard)
+          NoGil(), doc::kBackendDeviceTransport)
+      .def("_discard", &MycollBackend::discard, NoGil(), doc::kBackendDiscard)
       .def(
           "_register_memory",
           [](MycollBackend& self, const std::string& device, uintptr_t address, size_t bytes,
@@ -394,8 +386,8 @@ PYBIND11_MODULE(_C, module) {
                                       isSymmetric);
             }
           },
-          py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"),
-          py::call_guard<py::gil_scoped_release>(), doc::kBackendRegisterMemory)
+          py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"), NoGil(),
+          doc::kBackendRegisterMemory)
       .def(
           "_deregister_memory",
           [](MycollBackend& self, uintptr_t address) {
@@ -403,42 +395,8 @@ PYBIND11_MODULE(_C, module) {
               support->deregisterMemory(reinterpret_cast<void*>(address));
             }
           },
-          py::arg("address"), py::call_guard<py::gil_scoped_release>(),
-          doc::kBackendDeregisterMemory)
-      // By the names that torch's nccl has for them; what they do is Python's, as torch's pools
-      // are.
-      .def_property_readonly(
-          "mem_allocator",
-          [](const py::object&) { return memoryModule().attr("nccl_allocator")(); },
-          doc::kBackendMemAllocator)
-      .def(
-          "register_mem_pool",
-          [](const py::object& self, const py::object& pool, bool isSymmetric) {
-            memoryModule().attr("register_pool")(self, pool, isSymmetric);
-          },
-          py::arg("pool"), py::arg("symm") = false, doc::kBackendRegisterMemPool)
-      .def(
-          "deregister_mem_pool",
-          [](const py::object& self, const py::object& pool) {
-            memoryModule().attr("deregister_pool")(self, pool);
-          },
-          py::arg("pool"), doc::kBackendDeregisterMemPool)
-      .def(
-          "supports_tensor_alloc",
-          [](const py::object& self, const py::object& device) {
-            return memoryModule().attr("can_allocate")(self, device);
-          },
-          py::arg("device"), doc::kBackendSupportsTensorAlloc)
-      .def(
-          "allocate_tensor",
-          [](const py::object& self, const py::object& size, const py::object& dtype,
-             const py::object& device) {
-            return memoryModule().attr("allocate")(self, size, dtype, device);
-          },
-          py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
-          doc::kBackendAllocateTensor)
-      .def("_comm_ptr", &MycollBackend::ncclComm, py::call_guard<py::gil_scoped_release>(),
-           doc::kBackendCommPtr)
+          py::arg("address"), NoGil(), doc::kBackendDeregisterMemory)
+      .def("_comm_ptr", &MycollBackend::ncclComm, NoGil(), doc::kBackendCommPtr)
       .def_property_readonly("supports_window", &MycollBackend::supportsWindow,
                              doc::kBackendSupportsWindow)
       .def(
@@ -446,18 +404,23 @@ PYBIND11_MODULE(_C, module) {
           [](MycollBackend& self, const std::optional<at::Tensor>& tensor) {
             return c10::static_intrusive_pointer_cast<MycollWindow>(self.new_window(tensor));
           },
-          py::arg("tensor") = std::nullopt, py::call_guard<py::gil_scoped_release>(),
-          doc::kBackendNewWindow)
+          py::arg("tensor") = std::nullopt, NoGil(), doc::kBackendNewWindow)
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
-           py::arg("willing"), py::call_guard<py::gil_scoped_release>(), doc::kBackendSplitDevices)
+           py::arg("willing"), NoGil(), doc::kBackendSplitDevices)
       .def_property_readonly("_name", &MycollBackend::groupName, doc::kBackendName)
-      .def("_drop_coalescing", &MycollBackend::dropCoalescing,
-           py::call_guard<py::gil_scoped_release>(), doc::kBackendDropCoalescing)
-      .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>(), doc::kBackendSetDefaultTimeout)
+      .def("_drop_coalescing", &MycollBackend::dropCoalescing, NoGil(), doc::kBackendDropCoalescing)
+      .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"), NoGil(),
+           doc::kBackendSetDefaultTimeout)
       .def(
           "perform_nocolor_split", [](MycollBackend&, const py::object&) {}, py::arg("device"),
           doc::kBackendPerformNocolorSplit);
+
+  // Methods that are Python's, as torch's pools of memory are.
+  const py::object inPython = py::module_::import("mycoll.memory").attr("BackendMemory");
+  for (const char* name : {"mem_allocator", "register_mem_pool", "deregister_mem_pool",
+                           "supports_tensor_alloc", "allocate_tensor"}) {
+    backend.attr(name) = inPython.attr(name);
+  }
 
   defineWindow(module);
 
@@ -469,8 +432,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("choose_interface", &chooseInterface, py::arg("store_host"), doc::kChooseInterface);
   module.def("usable_cores", &mycoll::usableCores, doc::kUsableCores);
   module.def("_log_to", &logTo, py::arg("file"), py::arg("level"), doc::kLogTo);
-  module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
-             doc::kDumpTrace);
+  module.def("dump_trace", &dumpTrace, py::arg("path"), NoGil(), doc::kDumpTrace);
   module.def(
       "_better_sum_block",
       [](const std::vector<int>& hosts) {
@@ -479,7 +441,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("hosts"), doc::kBetterSumBlock);
   module.def("_single_copies", &singleCopies, doc::kSingleCopies);
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
-             py::arg("bytes"), py::call_guard<py::gil_scoped_release>(), doc::kCopyStreaming);
+             py::arg("bytes"), NoGil(), doc::kCopyStreaming);
   module.def("_open_shared_tensors", &mycoll::openSharedTensors, doc::kOpenSharedTensors);
   module.def("_close_shared_tensors", &mycoll::closeSharedTensors, doc::kCloseSharedTensors);
   module.def("_is_shared_memory", &mycoll::isSharedMemory, py::arg("address"), py::arg("bytes"),

@@ -20,10 +20,12 @@ from mycoll._native import native, nccl_wheel
 
 if TYPE_CHECKING:
     from mycoll._C import MycollBackend
+else:
+    MycollBackend = object
 
 
-# Of allocate(): by group, as each registers memory with a communicator of its own. Not by backend:
-# torch makes a new Python object of that each time it is asked for it.
+# Of allocate_tensor(): by group, as each registers memory with a communicator of its own. Not by
+# backend: torch makes a new Python object of that each time it is asked for it.
 _pools: weakref.WeakKeyDictionary[ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
 
 
@@ -49,7 +51,7 @@ def nccl_mem_pool() -> torch.cuda.MemPool:
 
 
 def nccl_allocator() -> Any:
-    """Returns the allocator for torch.cuda.MemPool(): a backend's `mem_allocator`."""
+    """Returns NCCL's allocator, for torch.cuda.MemPool()."""
     module = native()
     module.set_nccl_wheel(nccl_wheel())
     module._require_nccl_memory()
@@ -99,40 +101,76 @@ def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = N
         _backend(group, _device(segment))._deregister_memory(segment["address"])
 
 
-# --- by a backend, as torch's nccl does it: what csrc/bindings calls
+class BackendMemory(MycollBackend):
+    """The methods of MycollBackend that have the names of torch's nccl: csrc/bindings adds them."""
 
+    @property
+    def mem_allocator(self) -> Any:
+        """NCCL's allocator, for torch.cuda.MemPool(). Raises RuntimeError if NCCL has none."""
+        return nccl_allocator()
 
-def register_pool(backend: MycollBackend, pool: torch.cuda.MemPool, symmetric: bool) -> None:
-    """Registers what the pool holds now with the backend's communicator."""
-    for segment in pool.snapshot():
-        _register(backend, segment, symmetric)
+    def register_mem_pool(self, pool: torch.cuda.MemPool, symm: bool = False) -> None:
+        """Registers a pool as mycoll.register_mem_pool() does.
 
+        Args:
+            pool: A torch.cuda.MemPool.
+            symm: Whether all ranks register a pool with the same segments, in the same order.
 
-def deregister_pool(backend: MycollBackend, pool: torch.cuda.MemPool) -> None:
-    """Undoes register_pool()."""
-    for segment in pool.snapshot():
-        backend._deregister_memory(segment["address"])
+        Raises:
+            ArgumentError: The memory is registered already, with other arguments.
+        """
+        for segment in pool.snapshot():
+            _register(self, segment, symm)
 
+    def deregister_mem_pool(self, pool: torch.cuda.MemPool) -> None:
+        """Undoes `register_mem_pool()`.
 
-def can_allocate(backend: MycollBackend, device: torch.device | str) -> bool:
-    """Returns whether the group's tensors travel through NCCL already, and it allocates memory."""
-    return _group_of(backend, torch.device(device)) is not None
+        Args:
+            pool: The pool that was registered.
 
+        Raises:
+            ArgumentError: It is not registered.
+        """
+        for segment in pool.snapshot():
+            self._deregister_memory(segment["address"])
 
-def allocate(
-    backend: MycollBackend, size: int, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    """Makes a tensor in a pool of this group, which is registered as it grows."""
-    device = torch.device(device)
-    group = _group_of(backend, device)
-    if group is None:
-        raise ValueError(
-            f"the group has no memory of NCCL's for {device}: its tensors there do not travel "
-            "through NCCL, or do not yet; ask supports_tensor_alloc() first"
-        )
-    if group not in _pools:
-        _pools[group] = _Pool()
-    return _pools[group].allocate(backend, size, dtype, device)
+    def supports_tensor_alloc(self, device: torch.device | str) -> bool:
+        """Returns whether `allocate_tensor()` has memory for a device.
+
+        Args:
+            device: A torch.device.
+
+        Returns:
+            True once the group's tensors travel through an NCCL that allocates memory.
+        """
+        return _group_of(self, torch.device(device)) is not None
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Makes an uninitialised tensor in memory that NCCL reads and writes without a copy.
+
+        Args:
+            size: The number of elements.
+            dtype: The dtype of the tensor.
+            device: The device of the tensor.
+
+        Returns:
+            The tensor, with one dimension.
+
+        Raises:
+            ValueError: `supports_tensor_alloc()` is false for the device.
+        """
+        device = torch.device(device)
+        group = _group_of(self, device)
+        if group is None:
+            raise ValueError(
+                f"the group has no memory of NCCL's for {device}: its tensors there do not travel "
+                "through NCCL, or do not yet; ask supports_tensor_alloc() first"
+            )
+        if group not in _pools:
+            _pools[group] = _Pool()
+        return _pools[group].allocate(self, size, dtype, device)
 
 
 class _Pool:
@@ -150,7 +188,7 @@ class _Pool:
             with torch.cuda.use_mem_pool(self._pool, device):
                 tensor = torch.empty(size, dtype=dtype, device=device)
             if size and not any(tensor.data_ptr() in each for each in self._registered):
-                register_pool(backend, self._pool, False)
+                backend.register_mem_pool(self._pool)
                 self._registered = [
                     range(each["address"], each["address"] + each["total_size"])
                     for each in self._pool.snapshot()

@@ -35,16 +35,13 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
     block.works.push_back(launchNow(each.request, each.outputs));
   }
   if (!block.onDevice.empty()) {
-    std::vector<std::shared_ptr<void>> extensions;
+    std::vector<Request*> requests;
+    Tensors outputs;
     for (Coalesced& each : block.onDevice) {
-      if (each.request.extension) extensions.push_back(std::move(each.request.extension));
+      requests.push_back(&each.request);
+      outputs.insert(outputs.end(), each.outputs.begin(), each.outputs.end());
     }
-    DeviceSupport::Extras extras = deviceExtras(CallbackOrder::here(callbacks_));
-    const bool isHooked = extras.wantsWork;
-    WorkPtr onDevice =
-        block.generation.device->launchBatch(std::move(block.onDevice), std::move(extras));
-    if (isHooked) hook_->runAfter(onDevice);
-    if (!extensions.empty()) callWhenOver(onDevice, [extensions](auto) {});
+    WorkPtr onDevice = launchTogether(requests, outputs, /*isBatch=*/true);
     if (block.works.empty()) return withHooks(std::move(onDevice));
     block.works.push_back(std::move(onDevice));
   }

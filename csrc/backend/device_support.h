@@ -26,6 +26,9 @@ class DeviceSupport {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   struct Extras {
+    // The requests are those of a block of coalesced calls. True for a block of one, too: the other
+    // ranks' blocks may be larger, and all must use one communicator.
+    bool isBatch = false;
     bool isTimed = false;
     bool wantsWork = false;  // a Work is needed even if the request is synchronous
     // Orders the callbacks of futures that are not complete immediately; null: they run when they
@@ -35,11 +38,10 @@ class DeviceSupport {
 
   virtual ~DeviceSupport() = default;
 
-  // Carries out the request. Returns a Work; or null, if none is wanted and the request is
-  // synchronous: then there is nothing left to wait for on the caller's stream.
-  virtual WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) = 0;
-  // Launches the requests, of which there is at least one, together.
-  virtual WorkPtr launchBatch(std::vector<Coalesced> batch, Extras extras) = 0;
+  // Launches the requests, of which there is at least one, together. Returns a Work; or null, if
+  // none is wanted and the first request is synchronous: then there is nothing left to wait for on
+  // the caller's stream.
+  virtual WorkPtr launch(Requests requests, at::TensorList outputs, Extras extras) = 0;
 
   // For a barrier: becomes ready when everything is over that was enqueued on this thread's current
   // streams, or by this group. Null: there is nothing to wait for.

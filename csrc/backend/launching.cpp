@@ -147,33 +147,42 @@ MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outp
   return work;
 }
 
-DeviceSupport::Extras MycollBackend::deviceExtras(std::shared_ptr<CallbackOrder> order) const {
-  const bool isHooked = hook_->isSet();
-  return {isTimed_ || isHooked, isHooked, std::move(order)};
-}
-
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
-  const std::shared_ptr<DeviceSupport> device = request.caller.generation.device;
-  if (!device) {
+  if (!request.caller.generation.device) {
     refuse(request.caller, "there are tensors on ", request.device, ", but ", whyNoDevices());
   }
   // The operation is not held: whatever the program enqueues on its stream next must come after it.
   awaitCallbacks(request);
   if (Block* const block = openBlock()) {
+    request.async = true;  // the block's Work waits for it
     block->onDevice.push_back({std::move(request), {}, outputs.vec()});
     return nullptr;
   }
-  const std::shared_ptr<void> extension = std::move(request.extension);
-  DeviceSupport::Extras extras =
-      deviceExtras(request.isMessage() ? nullptr : CallbackOrder::here(callbacks_));
-  const bool isHooked = extras.wantsWork;
-  extras.wantsWork |= extension != nullptr;
-  const WorkPtr work = device->launch(request, outputs, std::move(extras));
-  if (isHooked) hook_->runAfter(work);
-  if (extension) callWhenOver(work, [extension](auto) {});  // which holds it until then
+  Request* const one = &request;
+  WorkPtr work = launchTogether({&one, 1}, outputs, /*isBatch=*/false);
   if (request.async) return work;
   if (work) work->wait();
   return nullptr;
+}
+
+MycollBackend::WorkPtr MycollBackend::launchTogether(Requests requests, at::TensorList outputs,
+                                                     bool isBatch) {
+  std::vector<std::shared_ptr<void>> extensions;
+  for (Request* const request : requests) {
+    if (request->extension) extensions.push_back(std::move(request->extension));
+  }
+  const bool isHooked = hook_->isSet();
+  DeviceSupport::Extras extras;
+  extras.isBatch = isBatch;
+  extras.isTimed = isTimed_ || isHooked;
+  extras.wantsWork = isHooked || !extensions.empty();
+  const Request& first = *requests.front();
+  if (isBatch || !first.isMessage()) extras.order = CallbackOrder::here(callbacks_);
+  WorkPtr work = first.caller.generation.device->launch(requests, outputs, std::move(extras));
+  if (isHooked) hook_->runAfter(work);
+  // Holds them until then.
+  if (!extensions.empty()) callWhenOver(work, [held = std::move(extensions)](auto) {});
+  return work;
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,

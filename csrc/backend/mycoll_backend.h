@@ -261,6 +261,8 @@ class MycollBackend final : public c10d::Backend {
   // Returns the Work, and calls the completion hooks when it is over.
   WorkPtr withHooks(WorkPtr work) const;
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
+  // isBatch: see DeviceSupport::Extras.
+  WorkPtr launchTogether(Requests requests, at::TensorList outputs, bool isBatch);
   WorkPtr launchNow(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops);
   // For an asynchronous collective: submits it when the callbacks before it have run.
@@ -272,8 +274,6 @@ class MycollBackend final : public c10d::Backend {
   Milliseconds timeoutOf(const Request& request) const {
     return request.timeout > Milliseconds(0) ? request.timeout : generations_.timeout();
   }
-  // wantsWork: whether the completion hook is to be called.
-  DeviceSupport::Extras deviceExtras(std::shared_ptr<CallbackOrder> order) const;
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;

@@ -184,27 +184,6 @@ DevicePath DeviceGroup::connectWith(Request& request) {
 
 // ---- launching ----------------------------------------------------------------------------------
 
-DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
-  Request* const one = &request;
-  return launchAll({&one, 1}, outputs, std::move(extras), /*isBatch=*/false);
-}
-
-DeviceGroup::WorkPtr DeviceGroup::launchBatch(std::vector<Coalesced> batch, Extras extras) {
-  std::vector<Request*> requests;
-  std::vector<at::Tensor> outputs;
-  for (Coalesced& entry : batch) {
-    entry.request.async = true;
-    requests.push_back(&entry.request);
-    outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
-    if (entry.request.device != batch.front().request.device) {
-      refuse(entry.request.caller,
-             "operations that are coalesced must be on one device, but there are ",
-             batch.front().request.device, " and ", entry.request.device);
-    }
-  }
-  return launchAll(requests, outputs, std::move(extras), /*isBatch=*/true);
-}
-
 DevicePath DeviceGroup::pathOf(Requests requests, bool isBatch) {
   Request& first = *requests.front();
   if (first.isMessage() && !isBatch) return connectWith(first);
@@ -216,13 +195,18 @@ DevicePath DeviceGroup::pathOf(Requests requests, bool isBatch) {
   return choice_.known();
 }
 
-DeviceGroup::WorkPtr DeviceGroup::launchAll(Requests requests, at::TensorList outputs,
-                                            Extras extras, bool isBatch) {
+DeviceGroup::WorkPtr DeviceGroup::launch(Requests requests, at::TensorList outputs, Extras extras) {
   throwIfDead();
   const Request& first = *requests.front();
+  for (const Request* request : requests) {
+    if (request->device == first.device) continue;
+    refuse(request->caller, "operations that are coalesced must be on one device, but there are ",
+           first.device, " and ", request->device);
+  }
   const OnDevice guard(first.device);
   const c10::Stream caller = currentStream(first.device);
   const bool isAsync = first.async;
+  const bool isBatch = extras.isBatch;
   const DeviceOperationPtr operation = pathOf(requests, isBatch) == DevicePath::kNccl
                                            ? nccl_.launch(*this, requests, extras.isTimed, isBatch)
                                            : host_.launch(*this, requests, extras.isTimed);

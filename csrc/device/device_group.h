@@ -49,8 +49,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   int rank() const { return place_.rank; }
   const std::string& name() const { return place_.name; }
 
-  WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) override;
-  WorkPtr launchBatch(std::vector<Coalesced> batch, Extras extras) override;
+  WorkPtr launch(Requests requests, at::TensorList outputs, Extras extras) override;
   std::shared_ptr<Condition> fence() override;
   Status waitFor(Condition& fence) const override;
   // The next four do nothing on the host path.
@@ -106,9 +105,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void fail(const Status& cause);
   Status inContext(const Status& error) const;
 
-  // isBatch: true for a batch of one, too: the other ranks' batches may be larger, and all must use
-  // one communicator.
-  WorkPtr launchAll(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
   // Returns the path on which this rank and the others send the requests; connects if necessary.
   DevicePath pathOf(Requests requests, bool isBatch);
   // The same for a message between two ranks, which it connects.

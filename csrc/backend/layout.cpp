@@ -165,12 +165,6 @@ at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type) {
   return at::Tensor(at::detail::empty_cpu(shape, type, /*pin_memory=*/false));
 }
 
-at::Tensor emptyElements(int64_t count, at::ScalarType type) { return emptyOfShape({count}, type); }
-
-at::Tensor emptyLike(const at::Tensor& tensor) {
-  return emptyOfShape(tensor.sizes(), tensor.scalar_type());
-}
-
 void pack(const at::Tensor& tensor, void* plain) {
   if (tensor.numel() == 0) return;
   if (isLazy(tensor)) {

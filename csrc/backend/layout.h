@@ -17,12 +17,8 @@ inline bool isPlain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// A plain tensor of the same shape, not initialised.
-at::Tensor emptyLike(const at::Tensor& tensor);
-// The same, for another shape.
+// A plain CPU tensor, not initialised.
 at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type);
-// A plain tensor of this many elements, not initialised.
-at::Tensor emptyElements(int64_t count, at::ScalarType type);
 
 // Copies a strided CPU tensor of any layout into plain memory for all of its elements, and back.
 void pack(const at::Tensor& tensor, void* plain);

@@ -52,7 +52,7 @@ void allReduceInPlace(const at::Tensor& x, const std::string& group) {
 
 at::Tensor allReduce(const at::Tensor& x, const std::string& group) {
   const auto backend = backendOf("all_reduce", group);
-  at::Tensor sum = emptyLike(x);
+  at::Tensor sum = emptyOfShape(x.sizes(), x.scalar_type());
   backend->allReduceInto(sum, x);
   return sum;
 }

@@ -66,7 +66,7 @@ void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
                const c10d::ReduceOp& op) {
   const at::ScalarType type = tensors.front().scalar_type();
   const at::Tensor bucket =
-      emptyElements(static_cast<int64_t>(bytes / tensors.front().itemsize()), type);
+      emptyOfShape({static_cast<int64_t>(bytes / tensors.front().itemsize())}, type);
   Call& call = request.addReduction(OpKind::kAllReduce, bucket, op);  // refuses ops first
   const Span span = writable(bucket);
   request.awaitCallbacks();

@@ -90,7 +90,7 @@ void Request::setDevice(const at::Tensor& tensor) {
 }
 
 at::Tensor Request::emptyPacked(const at::Tensor& tensor) const {
-  if (!isOnDevice()) return emptyLike(tensor);
+  if (!isOnDevice()) return emptyOfShape(tensor.sizes(), tensor.scalar_type());
   const PlainDispatch guard;
   return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).device(device));
 }
@@ -237,7 +237,7 @@ void Request::separateInputs(Call& call) {
       const PlainDispatch guard;
       separate = bytesOnDevice(in, device).clone();
     } else {
-      separate = emptyElements(static_cast<int64_t>(in.bytes), at::kByte);
+      separate = emptyOfShape({static_cast<int64_t>(in.bytes)}, at::kByte);
       copy(separate.mutable_data_ptr(), in.data, in.bytes);
     }
     in.data = separate.mutable_data_ptr();

@@ -258,20 +258,24 @@ CallbackOrder::EntryPtr CallbackOrder::hold(std::function<void()> begin) {
   return nullptr;
 }
 
+void CallbackOrder::beginAll(c10::ArrayRef<EntryPtr> held,
+                             MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
+  isBeginning_ = true;
+  lock.unlock();
+  for (const EntryPtr& each : held) {
+    each->begin();
+    each->begin = nullptr;
+  }
+  lock.lock();
+  isBeginning_ = false;
+  for (const EntryPtr& each : held) each->isOver = true;
+}
+
 void CallbackOrder::advance(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
   while (!isBeginning_ && !entries_.empty()) {
     const EntryPtr first = entries_.front();
-    if (first->isCollective) {
-      isBeginning_ = true;
-      lock.unlock();
-      first->begin();
-      first->begin = nullptr;
-      lock.lock();
-      isBeginning_ = false;
-      first->isOver = true;
-    } else if (!first->isOver) {
-      break;
-    }
+    if (!first->isCollective && !first->isOver) break;
+    if (first->isCollective) beginAll(first, lock);
     entries_.pop_front();
     count(-1);
   }
@@ -285,22 +289,13 @@ void CallbackOrder::beginIfInside(const EntryPtr& entry) {
   while (isBeginning_) changed_.wait(lock.native());
   const auto end = std::find(entries_.begin(), entries_.end(), entry);
   if (end == entries_.end()) return;  // it has begun
-  std::vector<EntryPtr> begun;
-  std::copy_if(entries_.begin(), end + 1, std::back_inserter(begun),
-               [](const EntryPtr& each) { return each->isCollective; });
-  std::erase_if(entries_, [&](const EntryPtr& each) {
-    return std::find(begun.begin(), begun.end(), each) != begun.end();
+  const auto parts = std::stable_partition(entries_.begin(), end + 1, [](const EntryPtr& each) {
+    return each->isCollective;
   });
+  const std::vector<EntryPtr> begun(entries_.begin(), parts);
+  entries_.erase(entries_.begin(), parts);
   count(-static_cast<int>(begun.size()));
-  isBeginning_ = true;
-  lock.unlock();
-  for (const EntryPtr& each : begun) {
-    each->begin();
-    each->begin = nullptr;
-  }
-  lock.lock();
-  isBeginning_ = false;
-  for (const EntryPtr& each : begun) each->isOver = true;
+  beginAll(begun, lock);
   advance(lock);
 }
 

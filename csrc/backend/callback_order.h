@@ -41,6 +41,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <deque>
@@ -111,7 +112,9 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   void enter(Turn& turn);
   void leavePart(Turn& turn);
   void awaitPart(Turn& turn, MutexLock& lock) REQUIRES(mutex_);
-  // Begins the collectives that may begin. Releases the lock meanwhile.
+  // Begins held collectives, and releases the lock meanwhile.
+  void beginAll(c10::ArrayRef<EntryPtr> held, MutexLock& lock) REQUIRES(mutex_);
+  // Begins the collectives that may begin, as beginAll().
   void advance(MutexLock& lock) REQUIRES(mutex_);
   TurnPtr takeReady() REQUIRES(mutex_);
   bool isToBeServed() REQUIRES(mutex_);

@@ -31,7 +31,6 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   Block block = std::move(*open);
   dropCoalescing();
   for (Coalesced& each : block.messages) {
-    each.request.given = each.inputs;
     block.works.push_back(launchNow(each.request, each.outputs));
   }
   if (!block.onDevice.empty()) {

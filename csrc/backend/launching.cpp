@@ -63,7 +63,7 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
   }
   if (isProfiling()) [[unlikely]] {
     request.isProfiled = true;
-    request.given = inputs;
+    request.given = inputs.vec();
     return runProfiled(request, outputs);
   }
   return launch(request, outputs);
@@ -113,8 +113,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnItsPath(Request& request, at::Tens
   if (request.isMessage()) {
     if (Block* const block = openBlock()) {
       request.async = true;  // the block's Work waits for it
-      Tensors inputs = request.isProfiled ? request.given.vec() : Tensors();
-      block->messages.push_back({std::move(request), std::move(inputs), outputs.vec()});
+      block->messages.push_back({std::move(request), outputs.vec()});
       return nullptr;
     }
   } else if (!request.async) {
@@ -155,7 +154,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
   awaitCallbacks(request);
   if (Block* const block = openBlock()) {
     request.async = true;  // the block's Work waits for it
-    block->onDevice.push_back({std::move(request), {}, outputs.vec()});
+    block->onDevice.push_back({std::move(request), outputs.vec()});
     return nullptr;
   }
   Request* const one = &request;

@@ -41,7 +41,7 @@ std::string MycollBackend::titleOf(const Request& request) const {
 
 MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorList results) {
   const Tensors outputs = results.vec();
-  const Tensors inputs = request.given.vec();
+  const Tensors inputs = request.given;  // launch() takes those of the request
   const std::vector<int64_t> noSplits;
   int globalStart = globalRanks_.empty() ? 0 : static_cast<int>(globalRanks_.front());
   int globalStride = 1;

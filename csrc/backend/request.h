@@ -53,7 +53,7 @@ struct Request {
            type == c10d::OpType::RECVANYSOURCE;
   }
   bool isProfiled = false;
-  at::TensorList given;  // if it is profiled: the inputs as the caller has them; not kept alive
+  std::vector<at::Tensor> given;  // if it is profiled: the inputs as the caller has them
   uint32_t place = 0;    // where the program made the call: see callSiteOfCall()
   // Messages only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
@@ -129,7 +129,6 @@ struct Request {
 // A request that is launched later, with others: when a block of coalesced calls ends.
 struct Coalesced {
   Request request;
-  std::vector<at::Tensor> inputs;  // if it is profiled
   std::vector<at::Tensor> outputs;
 };
 

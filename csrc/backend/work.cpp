@@ -75,8 +75,7 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, Request& requ
                        std::vector<at::Tensor> outputs, Traits traits)
     : c10d::Work(communicator->rank(), request.type,
                  traits.profilingTitle.empty() ? nullptr : traits.profilingTitle.c_str(),
-                 traits.profilingTitle.empty() ? std::nullopt
-                                               : std::make_optional(request.given.vec())),
+                 std::exchange(request.given, {})),
       communicator_(std::move(communicator)),
       traits_(std::move(traits)),
       hasBegun_(traits_.heldCall.empty()),

@@ -289,9 +289,8 @@ void CallbackOrder::beginIfInside(const EntryPtr& entry) {
   while (isBeginning_) changed_.wait(lock.native());
   const auto end = std::find(entries_.begin(), entries_.end(), entry);
   if (end == entries_.end()) return;  // it has begun
-  const auto parts = std::stable_partition(entries_.begin(), end + 1, [](const EntryPtr& each) {
-    return each->isCollective;
-  });
+  const auto parts = std::stable_partition(entries_.begin(), end + 1,
+                                           [](const EntryPtr& each) { return each->isCollective; });
   const std::vector<EntryPtr> begun(entries_.begin(), parts);
   entries_.erase(entries_.begin(), parts);
   count(-static_cast<int>(begun.size()));

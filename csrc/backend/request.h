@@ -54,7 +54,7 @@ struct Request {
   }
   bool isProfiled = false;
   std::vector<at::Tensor> given;  // if it is profiled: the inputs as the caller has them
-  uint32_t place = 0;    // where the program made the call: see callSiteOfCall()
+  uint32_t place = 0;             // where the program made the call: see callSiteOfCall()
   // Messages only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;

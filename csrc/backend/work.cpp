@@ -119,7 +119,8 @@ void MycollWork::awaitBegin(Deadline deadline) {
   };
   const bool isTimeLimited = traits_.timeout > std::chrono::milliseconds(0);
   if (isTimeLimited) deadline = earlier(deadline, Deadline::after(traits_.timeout - waited()));
-  const CallbackOrder::Outcome outcome = traits_.order->await(heldAs_, deadline, isInterruptPending);
+  const CallbackOrder::Outcome outcome =
+      traits_.order->await(heldAs_, deadline, isInterruptPending);
   const QuietScope quiet;  // the wait is over, not the operation
   throwUnlessIdle(outcome, traits_.heldCall, waited());
 }
@@ -336,7 +337,8 @@ FuturePtr MycollWork::getFutureResult() {
 
 float MycollWork::getDuration() const {
   enter("Work._get_duration");
-  TORCH_CHECK(traits_.isTimed, "durations are measured only when enableCollectivesTiming() was called");
+  TORCH_CHECK(traits_.isTimed,
+              "durations are measured only when enableCollectivesTiming() was called");
   TORCH_CHECK(isDone(), "the duration is known when the operation has completed");
   return std::chrono::duration<float, std::milli>(ended_ - started_).count();
 }

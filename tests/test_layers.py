@@ -161,7 +161,7 @@ _version _load _C _native
 _units _terminal _leaving
 _log _groups
 _gloo parcel _compat
-objects shared memory windows
+objects shared memory
 _create
 groups replace rendezvous launch
 elastic

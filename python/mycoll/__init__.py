@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mycoll._log import log_to_python as log_to_python
     from mycoll.elastic import ElasticGroup as ElasticGroup
     from mycoll.groups import Endpoint as Endpoint
+    from mycoll.groups import new_window as new_window
     from mycoll.groups import process_group as process_group
     from mycoll.launch import SpawnError as SpawnError
     from mycoll.launch import spawn as spawn
@@ -39,18 +40,16 @@ if TYPE_CHECKING:
     from mycoll.shared import empty_like as empty_like
     from mycoll.shared import shared_tensors as shared_tensors
     from mycoll.shared import zeros as zeros
-    from mycoll.windows import new_window as new_window
 
 # The modules of names that are imported when they are used first.
 _MODULES = {
     "_C": "ArgumentError Options PutOptions SignalOptions WaitSignalOptions Window",
     "_log": "log_to_python",
     "elastic": "ElasticGroup",
-    "groups": "Endpoint process_group",
+    "groups": "Endpoint new_window process_group",
     "launch": "SpawnError spawn",
     "memory": "deregister_mem_pool nccl_mem_pool register_mem_pool",
     "shared": "empty empty_like shared_tensors zeros",
-    "windows": "new_window",
 }
 
 __all__ = ["__version__", "dump_trace", *" ".join(_MODULES.values()).split()]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _compat, _gloo, _leaving, objects
 from mycoll._log import log
 from mycoll._native import ENCRYPT, native, nccl_wheel, unknown_variables
 from mycoll._version import __version__
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from mycoll._native import native
@@ -36,6 +38,34 @@ def backend_of(group: ProcessGroup | None, device: torch.device = CPU) -> Any | 
     """
     backend = unwrapped(members(group)._get_backend(device))
     return backend if isinstance(backend, native().MycollBackend) else None
+
+
+def own_backend(group: ProcessGroup | None, device: torch.device = CPU) -> Any:
+    """As backend_of().
+
+    Raises:
+        ValueError: It is another backend.
+    """
+    backend = backend_of(group, device)
+    if backend is None:
+        other = dist.get_backend(group)
+        raise ValueError(
+            f"{other!r} serves the group's tensors on {device}, not mycoll: use that backend's own "
+            "functions"
+        )
+    return backend
+
+
+def once(function: Callable[[], None]) -> Callable[[], None]:
+    """Lets only the first call in a process run. Other threads that call it meanwhile wait."""
+    lock, cached = threading.RLock(), functools.cache(function)
+
+    @functools.wraps(function)
+    def call() -> None:
+        with lock:
+            cached()
+
+    return call
 
 
 def replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

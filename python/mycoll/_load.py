@@ -6,12 +6,9 @@ import importlib.util
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from mycoll._version import SUPPORTED_TORCH
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class NotUsable(ImportError):

@@ -10,10 +10,7 @@ import difflib
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from types import ModuleType
 
 NAME = "mycoll"  # of the backend
 REPLACE = "MYCOLL_REPLACE"  # "gloo": mycoll takes gloo's place (replace.py)
@@ -60,10 +57,9 @@ def unknown_variables() -> list[tuple[str, str]]:
 
 def native_module() -> ModuleType | None:
     """mycoll._C, or None where it does not load."""
-    try:
+    with contextlib.suppress(ImportError):
         return native()
-    except ImportError:
-        return None
+    return None
 
 
 def nccl_wheel() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import select
@@ -11,6 +12,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -142,15 +144,9 @@ def quietly(run: Callable[[], int]) -> int:
 
 def silence() -> None:
     """Discards what is written to standard output from now on, and what Python has buffered."""
-    try:
-        held = sys.stdout.fileno() if sys.stdout is not None else None
-    except OSError:  # a notebook's, or a test's
-        held = None
-    if held is None:
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, held)
-    os.close(nowhere)
+    # Without a descriptor: there is none, or it is a notebook's or a test's.
+    with contextlib.suppress(OSError, AttributeError), Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def is_unread() -> bool:

@@ -1,4 +1,5 @@
-"""Groups without torch.distributed's global state: `mycoll.process_group`, `mycoll.Endpoint`."""
+"""Groups without torch.distributed's global state, and windows: memory of each rank that the others
+write to, and read where they can. See docs/guide.md."""
 
 from __future__ import annotations
 
@@ -7,15 +8,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import HashStore, PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import Backend
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
 from torch.distributed.constants import default_pg_timeout
 
-from mycoll import _create
+from mycoll import _create, _groups
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, Store
-
-    from mycoll._C import Options
+    from mycoll._C import Options, Window
 
 
 def process_group(
@@ -158,10 +158,36 @@ class Endpoint:
         module = _create.prepare()
         if pg_options is None:
             pg_options = module.Options(timeout=self._timeout)
-        backend = self._native.form(
-            uuid, list(handles), timeout or pg_options.timeout, pg_options, _create.has_device()
-        )
+        timeout = pg_options.timeout if timeout is None else timeout
+        backend = self._native.form(uuid, list(handles), timeout, pg_options, _create.has_device())
         return _group_of(backend, HashStore(), backend._name)
+
+
+def new_window(tensor: torch.Tensor | None = None, group: ProcessGroup | None = None) -> Window:
+    """Makes a window. All ranks of the group call it together: each with a tensor of its own, or
+    all without one.
+
+    Under torch 2.14 and later `torch.distributed.distributed_c10d._new_window` returns the same.
+
+    Args:
+        tensor: The memory that the others write to. The other ranks of the host map tensors of
+            `mycoll.empty()` and the like; others are written by messages. `None`:
+            `Window.tensor_register()` opens the window later.
+        group: The group; `None`: the world. Ranks in the calls of the window are its ranks.
+
+    Returns:
+        The window.
+
+    Raises:
+        ValueError: Another backend than mycoll serves the group's CPU tensors.
+
+    Example:
+        window = mycoll.new_window(mycoll.zeros(4))
+        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+        window.put(torch.ones(4), neighbour, 0, async_op=False)
+        window.tensor_deregister()
+    """
+    return _groups.own_backend(group).new_window(tensor)  # type: ignore[no-any-return]
 
 
 def _group_of(backend: Backend, store: Store, name: str) -> ProcessGroup:

@@ -12,10 +12,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._groups import backend_of, unwrapped
+from mycoll._groups import own_backend, unwrapped
 from mycoll._native import native, nccl_wheel
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def register_mem_pool(
         mycoll.register_mem_pool(pool, symmetric=True)
     """
     for segment in pool.snapshot():
-        _register(_backend(group, _device(segment)), segment, symmetric)
+        _register(own_backend(group, _device(segment)), segment, symmetric)
 
 
 def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = None) -> None:
@@ -98,7 +97,7 @@ def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = N
         mycoll.deregister_mem_pool(pool)
     """
     for segment in pool.snapshot():
-        _backend(group, _device(segment))._deregister_memory(segment["address"])
+        own_backend(group, _device(segment))._deregister_memory(segment["address"])
 
 
 class BackendMemory(MycollBackend):
@@ -217,13 +216,3 @@ def _register(backend: MycollBackend, segment: dict[str, Any], symmetric: bool) 
 
 def _device(segment: dict[str, Any]) -> torch.device:
     return torch.device(segment.get("device_type", "cuda"), segment["device"])
-
-
-def _backend(group: ProcessGroup | None, device: torch.device) -> MycollBackend:
-    backend: MycollBackend | None = backend_of(group, device)
-    if backend is None:
-        raise ValueError(
-            f"{dist.get_backend(group)!r} serves tensors on {device}, not mycoll: "
-            "its own functions register memory"
-        )
-    return backend

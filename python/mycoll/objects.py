@@ -20,15 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ScatterOptions,
-)
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._groups import backend_of, members, replace
+from mycoll._groups import backend_of, members, once, replace
 from mycoll.parcel import (
     CELL_BYTES,
     Incoming,
@@ -53,7 +47,7 @@ class _NotOurs(Exception):
     """The objects of a call do not travel by mycoll."""
 
 
-@functools.cache
+@once
 def install() -> None:
     """Wraps the functions, once in a process."""
     for ours in (
@@ -246,7 +240,7 @@ def _all_gather(backend: Any, parcel: Parcel) -> list[Any]:
     size, rank = backend.size(), backend.rank()
     room = _room(size)
     cells = new_memory(size * room)
-    options = _now(AllgatherOptions)
+    options = _now(distributed_c10d.AllgatherOptions)
     _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.memory[:room]), options)])
     heads = [cells[start : start + room] for start in range(0, size * room, room)]
     objects = objects_inside(heads)
@@ -273,7 +267,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
     """On the root, what all ranks have sent; on the others, nothing."""
     size, rank = backend.size(), backend.rank()
     room = _room(size)
-    options = _now(GatherOptions, root)
+    options = _now(distributed_c10d.GatherOptions, root)
     cell = as_tensor(parcel.memory[:room])
     if rank != root:
         _wait([backend.gather([], [cell], options)])
@@ -289,7 +283,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
 
 def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
     """The parcel is the root's; the others get what it has sent."""
-    options = _now(BroadcastOptions, root)
+    options = _now(distributed_c10d.BroadcastOptions, root)
     head = new_memory(CELL_BYTES) if parcel is None else parcel.memory[:CELL_BYTES]
     _wait([backend.broadcast([as_tensor(head)], options)])
     if head_bytes(head) > CELL_BYTES:
@@ -304,7 +298,7 @@ def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
 def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incoming:
     """The parcels are the root's, one for each rank."""
     room = _room(backend.size())
-    options = _now(ScatterOptions, root)
+    options = _now(distributed_c10d.ScatterOptions, root)
     cell = new_memory(room)
     if parcels is None:
         _wait([backend.scatter([as_tensor(cell)], [], options)])
@@ -324,7 +318,7 @@ def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incom
 def _broadcast_asides(backend: Any, parcel: Parcel, root: int) -> list[Any]:
     if not parcel.asides:
         return []
-    options = _now(BroadcastOptions, root)
+    options = _now(distributed_c10d.BroadcastOptions, root)
     options.asyncOp = len(parcel.asides) > 1
     return [backend.broadcast([aside], options) for aside in parcel.asides]
 

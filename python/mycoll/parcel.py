@@ -175,36 +175,27 @@ class _Packing:
     def _reducers(self) -> dict[type, Callable[[Any], Any]]:
         # Not a Pickler's reducer_override, which would be called for each object.
         table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
-        table[torch.TypedStorage] = self._reduce_typed_storage
-        table[torch.UntypedStorage] = self._reduce_storage
+        table[torch.TypedStorage] = table[torch.UntypedStorage] = self._reduce_storage
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             table[numpy.ndarray] = _reduce_array
         return table
 
-    def _reduce_typed_storage(self, typed: torch.TypedStorage) -> Any:
-        storage = typed._untyped_storage
-        if not self._is_plain(storage):
-            return typed.__reduce__()
-        return _typed_storage, (self._memory(storage), typed.dtype)
-
-    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
-        if not self._is_plain(storage):
-            return storage.__reduce__()
-        # Bytes with a type are what torch.load makes of it, and what torch's float8 tensors want.
-        return _typed_storage, (self._memory(storage), torch.uint8)
-
-    @staticmethod
-    def _is_plain(storage: torch.UntypedStorage) -> bool:
-        return type(storage) is torch.UntypedStorage and storage.device.type == "cpu"
-
-    def _memory(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | bytes:
+    def _reduce_storage(self, given: Any) -> Any:
+        if isinstance(given, torch.TypedStorage):
+            storage, dtype = given._untyped_storage, given.dtype
+        else:
+            # Bytes with a type are what torch.load makes of it, and torch's float8 tensors want.
+            storage, dtype = given, torch.uint8
+        if type(storage) is not torch.UntypedStorage or storage.device.type != "cpu":
+            return given.__reduce__()
         size = storage.nbytes()
         if size < ASIDE_BYTES:
-            return ctypes.string_at(storage.data_ptr(), size) if size else b""
+            memory = ctypes.string_at(storage.data_ptr(), size) if size else b""
+            return _typed_storage, (memory, dtype)
         stand_in = pickle.PickleBuffer(bytearray())
         self._storages[id(stand_in)] = stand_in, storage
-        return stand_in
+        return _typed_storage, (stand_in, dtype)
 
     def _stays_inside(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether a buffer that an object offers to the pickler is copied into the pickle."""

@@ -17,18 +17,15 @@ other replicas, too. All other operations raise their errors.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torch._C._distributed_c10d import Work
-from torch.distributed import DistError
+from torch.distributed import DistError, ProcessGroup, Store
 from torch.futures import Future
 from torchft.process_group import ProcessGroupWrapper
 
 from mycoll import groups
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup, Store
 
 
 class ProcessGroupMycoll(ProcessGroupWrapper):  # type: ignore[misc]

@@ -37,7 +37,6 @@ class Arena:
     """The windows of a case, and what overwrites the caches before a round."""
 
     def __init__(self, window_bytes: int, world: World, hot: bool, busy_ranks: int) -> None:
-        self.windows: int
         self.windows, evicted = plan(window_bytes, world, hot, busy_ranks)
         self._stride = aligned(window_bytes) + _GAP_BYTES
         memory = self._stride * self.windows

@@ -87,7 +87,7 @@ class CollectiveWorkload(Workload):
     """A collective of torch.distributed, on windows of one arena."""
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(case, world)
+        super().__init__(case, world, hot)
         self._kind = kind = COLLECTIVES[case.op]
         self._operator = ""  # of torch.ops.mycoll: called in the place of torch's function
         if case.op == "sendrecv" and world.size < 2:
@@ -104,13 +104,10 @@ class CollectiveWorkload(Workload):
         self._target_offset = aligned(self._elements[kind.source] * case.dtype.itemsize)
         target_bytes = aligned(self._elements[kind.target] * case.dtype.itemsize)
         self.touched_bytes: int = self._target_offset + target_bytes
-        self._arena = Arena(self.touched_bytes, world, hot, self.busy_ranks)
-
-    def refill(self) -> None:
-        self._arena.refill(self.case.dtype)
+        self.arena: Arena = Arena(self.touched_bytes, world, self.hot, self.busy_ranks)
 
     def calls(self, group: Group) -> Sequence[Call]:
-        return [self._call(*self._buffers(index), group) for index in range(self._arena.windows)]
+        return [self._call(*self._buffers(index), group) for index in range(self.arena.windows)]
 
     def with_operators(self) -> Workload:
         """The same with torch.ops.mycoll."""
@@ -122,15 +119,14 @@ class CollectiveWorkload(Workload):
 
     def verify(self, group: Group, seed: int) -> int:
         pattern = Pattern(self.case.dtype, self.case.redop, self.world.size, seed)
-        source, target = self._buffers(seed % self._arena.windows)
+        source, target = self._buffers(seed % self.arena.windows)
         if target is not source:
-            poison([target])
+            poison(target)
         pattern.fill(source, self.world.rank)
         returned = self._call(source, target, group)()
         if isinstance(returned, torch.Tensor):
             target.copy_(returned)
-        if self.world.device.type != "cpu":
-            torch.accelerator.synchronize(self.world.device)
+        self.world.synchronize()
         wrong = self._wrong(target, pattern)
         if target is not source:
             # Inputs belong to the caller: an operation that changes them is as wrong.
@@ -140,11 +136,11 @@ class CollectiveWorkload(Workload):
     def _buffers(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The source and the target in a window: the same where torch works in place."""
         kind, dtype = self._kind, self.case.dtype
-        source = self._arena.window(index, 0, self._elements[kind.source], dtype)
+        source = self.arena.window(index, 0, self._elements[kind.source], dtype)
         if kind.target == "source":
             return source, source
         elements = self._elements[kind.target]
-        return source, self._arena.window(index, self._target_offset, elements, dtype)
+        return source, self.arena.window(index, self._target_offset, elements, dtype)
 
     def _call(self, source: torch.Tensor, target: torch.Tensor, group: Group) -> Call:
         """The call on these buffers."""
@@ -193,12 +189,7 @@ class CollectiveWorkload(Workload):
 class BarrierWorkload(Workload):
     """Verified by time: no rank may leave before the last one, which comes late, has entered."""
 
-    def __init__(self, case: Case, world: World) -> None:
-        super().__init__(case, world)
-        self.size = self.count = 0
-
-    def refill(self) -> None:
-        pass
+    size = count = 0
 
     def calls(self, group: Group) -> Sequence[Call]:
         return [partial(dist.barrier, group=group)]

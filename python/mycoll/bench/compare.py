@@ -26,16 +26,15 @@ class Change:
     verdict: str
 
 
-def _key(row: Row) -> _Key:
-    return row.op, row.size, row.type, row.redop, row.root, row.contender, row.ranks
-
-
 def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list[float]]]:
     """Round times; with a reference, in units of the reference's time in the same round.
 
     That takes out a machine that was busier in one of the two runs.
     """
-    by_key = {_key(row): row for row in rows}
+    by_key = {
+        (row.op, row.size, row.type, row.redop, row.root, row.contender, row.ranks): row
+        for row in rows
+    }
     found: dict[_Key, tuple[Row, list[float]]] = {}
     for key, row in by_key.items():
         times = row.rounds_us
@@ -46,14 +45,6 @@ def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list
             times = [a / b for a, b in zip(times, other.rounds_us, strict=True)]
         found[key] = (row, times)
     return found
-
-
-def _verdict(ratio: Interval, threshold_percent: float) -> str:
-    """A change counts if the whole confidence interval lies beyond the threshold."""
-    if ratio.low is None or ratio.high is None:
-        return "unsure"
-    factor = 1 + threshold_percent / 100
-    return "slower" if ratio.low > factor else "faster" if ratio.high < 1 / factor else "same"
 
 
 def compare(
@@ -68,11 +59,17 @@ def compare(
         reference: A backend in whose times the others are measured; "": none.
     """
     old, new = _relative(before, reference), _relative(after, reference)
+    factor = 1 + threshold_percent / 100
     changes: list[Change] = []
     for key in [key for key in new if key in old]:
         (old_row, old_times), (row, times) = old[key], new[key]
         ratio = unpaired_ratio(times, old_times)
-        changes.append(Change(old_row, row, ratio, _verdict(ratio, threshold_percent)))
+        verdict = "unsure"
+        # A change counts if the whole confidence interval lies beyond the threshold.
+        if ratio.low is not None and ratio.high is not None:
+            verdict = "faster" if ratio.high < 1 / factor else "same"
+            verdict = "slower" if ratio.low > factor else verdict
+        changes.append(Change(old_row, row, ratio, verdict))
     return changes
 
 

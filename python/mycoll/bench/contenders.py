@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import cycle, islice
 from statistics import median
 
 import torch
@@ -43,6 +42,7 @@ class Contender(ABC):
         self.name = name
         self.kind = kind
         self.world = world
+        self._calls: Sequence[Call] = []  # of the case
 
     @abstractmethod
     def prepare(self, workload: Workload) -> None:
@@ -65,6 +65,7 @@ class Contender(ABC):
 
     def release(self) -> None:
         """Frees the case's memory."""
+        self._calls = []
 
     def close(self) -> None:
         """Frees everything."""
@@ -81,7 +82,6 @@ class TorchContender(Contender):
         self._uses_operators = operators
         self._group = group
         self._workload: Workload | None = None
-        self._calls: Sequence[Call] = []
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
@@ -111,13 +111,8 @@ class TorchContender(Contender):
                     argument.data_ptr()
         self.world.barrier()
         dist.barrier(group=self._group)
-        if not self._calls:
-            return [[]]
-        schedule = list(islice(cycle(self._calls), warmups + iterations))
         with self._memory():
-            for call in schedule[:warmups]:
-                call()
-            return [time_calls(schedule[warmups:], self.world.device, self._host_times)]
+            return [time_calls(self._calls, warmups, iterations, self.world, self._host_times)]
 
     def extra(self) -> dict[str, float]:
         """On a device also the time until a call returned: what it costs the CPU."""
@@ -127,8 +122,8 @@ class TorchContender(Contender):
         return {"cpu_us": max(self.world.gather_all(mine))}
 
     def release(self) -> None:
+        super().release()
         self._workload = None
-        self._calls = []
         self._host_times = []
 
 
@@ -143,7 +138,6 @@ class CopyContender(Contender):
         self._hot = hot
         self._copy = copy
         self._arena: Arena | None = None
-        self._calls: list[Call] = []
 
     def prepare(self, workload: Workload) -> None:
         count = int(workload.copied_bytes)
@@ -151,27 +145,20 @@ class CopyContender(Contender):
             raise Unsupported("")
         everybody = self.world.local_size
         self._arena = arena = Arena(2 * aligned(count), self.world, self._hot, everybody)
-        for index in range(arena.windows):
-            source = arena.window(index, 0, count, torch.uint8)
-            target = arena.window(index, aligned(count), count, torch.uint8)
-            self._calls.append(self._copy(target, source))
+        self._calls = [
+            self._copy(*(arena.window(i, at, count, torch.uint8) for at in (aligned(count), 0)))
+            for i in range(arena.windows)
+        ]
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
         self._arena.refill(torch.uint8)
-        schedule = list(islice(cycle(self._calls), warmups + iterations))
         self.world.barrier()
-        for call in schedule[:warmups]:
-            call()
-        return [time_calls(schedule[warmups:], self.world.device, [])]
+        return [time_calls(self._calls, warmups, iterations, self.world, [])]
 
     def release(self) -> None:
+        super().release()
         self._arena = None
-        self._calls = []
-
-
-def _copy_by_torch(target: torch.Tensor, source: torch.Tensor) -> Call:
-    return partial(target.copy_, source)
 
 
 def _copy_streaming(target: torch.Tensor, source: torch.Tensor) -> Call:
@@ -191,26 +178,11 @@ def _copy_from_peer(world: World, target: torch.Tensor, source: torch.Tensor) ->
     return partial(ctypes.CDLL(None).process_vm_readv, process, ours, 1, theirs, 1, 0)
 
 
-def _can_copy_from_peer(world: World) -> bool:
-    source = torch.zeros(8, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    is_near = world.local_size == world.size
-    return is_near and all(world.gather_all(_copy_from_peer(world, target, source)() == 8))
-
-
-def _new_group(name: str, options: Options) -> Group:
-    if name == FLOOR:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    patience = datetime.timedelta(seconds=options.timeout_seconds)
-    group = dist.new_group(backend=name.split("#")[0], timeout=patience)
-    assert isinstance(group, Group)
-    return group
-
-
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:
     """The contenders that are available, and a line for each backend that is not."""
     found: list[Contender] = []
     absent: list[str] = []
+    patience = datetime.timedelta(seconds=options.timeout_seconds)
     kinds = [(name, "backend") for name in options.backends]
     kinds += [(FLOOR, "floor")] if options.floor and FLOOR not in options.backends else []
     for name, kind in kinds:
@@ -221,7 +193,10 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
         if options.ops and name == "mycoll":
             variants.append((f"{name}-ops", shared, True))
         try:
-            group = _new_group(name, options)
+            if name == FLOOR:
+                importlib.import_module("torch.testing._internal.distributed.fake_pg")
+            group = dist.new_group(backend=name.split("#")[0], timeout=patience)
+            assert isinstance(group, Group)
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = described(cause)
         if errors := [text for text in world.gather_all(error) if text]:
@@ -231,13 +206,17 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")
     elif options.limit:
-        found.append(CopyContender("copy", world, options.hot, _copy_by_torch))
+        found.append(
+            CopyContender("copy", world, options.hot, lambda to, of: partial(to.copy_, of))
+        )
         if all(world.gather_all(native_module() is not None)):
             found.append(CopyContender("copy-nt", world, options.hot, _copy_streaming))
         else:
             absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
-        if _can_copy_from_peer(world):
-            copy = partial(_copy_from_peer, world)
+        copy = partial(_copy_from_peer, world)
+        target, source = (torch.zeros(8, dtype=torch.uint8) for _ in range(2))
+        is_near = world.local_size == world.size
+        if is_near and all(world.gather_all(copy(target, source)() == 8)):
             found.append(CopyContender("copy-peer", world, options.hot, copy))
         else:
             absent.append("copy-peer: a rank cannot read the memory of the next one")

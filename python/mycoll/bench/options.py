@@ -121,20 +121,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _labels(names: Sequence[str]) -> tuple[str, ...]:
-    """Names with a number behind those that came before: `gloo,gloo` shows the noise."""
-    found: list[str] = []
-    for name in names:
-        earlier = sum(label.split("#")[0] == name for label in found)
-        found.append(f"{name}#{earlier + 1}" if earlier else name)
-    return tuple(found)
-
-
 def parse_options(argv: Sequence[str]) -> Options:
     """Exits with a message where the line makes no sense."""
     parser = _parser()
     found = parser.parse_args(list(argv), Options())
-    backends = _labels([name for name in found.backend.split(",") if name])
+    backends: list[str] = []
+    for name in filter(None, found.backend.split(",")):
+        # A number follows a name that came before: `gloo,gloo` shows the noise.
+        earlier = sum(label.split("#")[0] == name for label in backends)
+        backends.append(f"{name}#{earlier + 1}" if earlier else name)
     if not backends:
         parser.error("--backend names no backend")
     if ":" in found.device:
@@ -148,6 +143,6 @@ def parse_options(argv: Sequence[str]) -> Options:
         parser.error("--ops are mycoll's: name it in --backend")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
-    sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor)
-    found.backends, found.sizes = backends, sizes
+    found.backends = tuple(backends)
+    found.sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor)
     return found

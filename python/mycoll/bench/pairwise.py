@@ -27,7 +27,7 @@ class _Pairwise(Workload):
     is_one_way = False  # only rank 1 receives messages to verify
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(case, world)
+        super().__init__(case, world, hot)
         if world.size < 2:
             raise Unsupported(f"{case.op} needs two ranks")
         self.count: int = max(1, case.size // case.dtype.itemsize)
@@ -37,10 +37,8 @@ class _Pairwise(Workload):
         self._offset = aligned(self.size)
         self.touched_bytes: int = 2 * self._offset
         self.copied_bytes: float = self.size / world.size
-        self.arena: Arena = Arena(self.touched_bytes, world, hot or not self.talks, self.busy_ranks)
-
-    def refill(self) -> None:
-        self.arena.refill(self.case.dtype)
+        is_hot = self.hot or not self.talks
+        self.arena: Arena = Arena(self.touched_bytes, world, is_hot, self.busy_ranks)
 
     def outgoing(self, index: int) -> torch.Tensor:
         return self.arena.window(index % self.arena.windows, 0, self.count, self.case.dtype)
@@ -71,10 +69,9 @@ class _Pairwise(Workload):
         }
         for at, pattern in patterns.items():
             pattern.fill(self.outgoing(at), self.world.rank)
-            poison([self.incoming(at)])
+            poison(self.incoming(at))
         self.call(seed, group)()
-        if self.world.device.type != "cpu":
-            torch.accelerator.synchronize(self.world.device)
+        self.world.synchronize()
         if self.is_one_way and self.world.rank != 1:
             return 0
         return sum(each.wrong_copy(self.incoming(at), self.peer) for at, each in patterns.items())

@@ -9,7 +9,7 @@ are other integers than the real ones; in products, complex numbers are turned b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -119,18 +119,14 @@ class Pattern:
         if not self._is_rounded:
             return 0.0
         step = torch.finfo(self.dtype).eps
-        if self.redop == "avg":
-            return step * self.ranks if self._rounds_sums() else 2 * step
-        return step * self.ranks if self.redop == "sum" and self._rounds_sums() else 0.0
-
-    def _rounds_sums(self) -> bool:
-        return self._period * self.ranks > self._exact_integers
+        if self.redop in ("sum", "avg") and self._period * self.ranks > self._exact_integers:
+            return step * self.ranks  # sums are rounded
+        return 2 * step if self.redop == "avg" else 0.0
 
 
-def poison(tensors: Sequence[torch.Tensor]) -> None:
-    """Marks outputs, so that an element that was not written is wrong."""
-    for tensor in tensors:
-        tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else _POISON)
+def poison(tensor: torch.Tensor) -> None:
+    """Marks an output, so that an element that was not written is wrong."""
+    tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else _POISON)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

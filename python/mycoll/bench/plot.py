@@ -50,12 +50,14 @@ def draw(path: str, header: Mapping[str, Any], rows: Sequence[Row]) -> str:
         for (title, chosen), (latency, bandwidth) in zip(panels.items(), axes, strict=True):
             _draw_lines(latency, chosen, "time_us")
             latency.set(title=f"{title}: time", ylabel="microseconds", yscale="log")
-            _draw_lines(
-                bandwidth, [row for row in chosen if row.contender_kind != "floor"], "busbw"
-            )
+            rates = [row for row in chosen if row.contender_kind != "floor"]
+            _draw_lines(bandwidth, rates, "busbw")
             bandwidth.set(title=f"{title}: bus bandwidth", ylabel="GB/s", ylim=(0, None))
             latency.legend()
-        figure.suptitle(_subtitle(header), color="#555555", x=0.01, ha="left")
+        machine, versions = header["machine"], header["versions"]
+        about = f"{machine['cpu']}, {machine['usable_cores']} cores   torch {versions['torch']}"
+        about += f", mycoll {versions['mycoll']}   {header['date']}"
+        figure.suptitle(about, color="#555555", x=0.01, ha="left")
         figure.tight_layout()
         figure.savefig(path)
         pyplot.close(figure)
@@ -91,10 +93,3 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, _: show_size(size))
     axes.set_xlabel("size")
-
-
-def _subtitle(header: Mapping[str, Any]) -> str:
-    machine, versions = header["machine"], header["versions"]
-    about = f"{machine['cpu']}, {machine['usable_cores']} cores"
-    about += f"   torch {versions['torch']}, mycoll {versions['mycoll']}"
-    return f"{about}   {header['date']}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mycoll._leaving import described
 from mycoll.bench.arena import MAX_WINDOWS
-from mycoll.bench.collectives import COLLECTIVES, BarrierWorkload, CollectiveWorkload
+from mycoll.bench.collectives import BarrierWorkload, CollectiveWorkload
 from mycoll.bench.contenders import Contender
 from mycoll.bench.options import REDUCING, ROOTED, Options
 from mycoll.bench.pairwise import PAIRWISE
@@ -28,6 +28,8 @@ _PROBE_CALLS = 20
 _ROUND_NS = 20e6
 _VERIFIED_CALLS = 2
 
+_WORKLOADS: dict[str, type[Workload]] = {**PAIRWISE, "barrier": BarrierWorkload}  # or a collective
+
 
 def cases(options: Options, op: str) -> Iterator[Case]:
     """The cases of an operation, as the options choose them."""
@@ -39,14 +41,6 @@ def cases(options: Options, op: str) -> Iterator[Case]:
         for redop in options.redops if op in REDUCING else ("none",):
             for size in options.sizes:
                 yield Case(op, size, dtype, redop, root)
-
-
-def _workload(case: Case, world: World, hot: bool) -> Workload:
-    if case.op in COLLECTIVES:
-        return CollectiveWorkload(case, world, hot)
-    if case.op == "barrier":
-        return BarrierWorkload(case, world)
-    return PAIRWISE[case.op](case, world, hot)
 
 
 @dataclass
@@ -73,11 +67,12 @@ class Measurement:
 
     def run(self) -> list[Row]:
         """The rows, on rank 0; in the order of the contenders."""
+        kind = _WORKLOADS.get(self.case.op, CollectiveWorkload)
         try:
-            workload = _workload(self.case, self.world, self.options.hot)
+            workload = kind(self.case, self.world, self.options.hot)
             if any(contender.shares_memory for contender in self.contenders):
                 with shared_tensors():
-                    self._shared = _workload(self.case, self.world, self.options.hot)
+                    self._shared = kind(self.case, self.world, self.options.hot)
         except Unsupported as reason:
             self.notes.append(str(reason))
             return []

@@ -9,11 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 
 import torch
 import torch.distributed as dist
 
+from mycoll.bench.arena import Arena
 from mycoll.bench.world import World
 
 # So few calls do not fill a device's queue: behind a full one, a call waits for the device.
@@ -22,28 +23,35 @@ _UNTHROTTLED_CALLS = 50
 now: Callable[[], int] = time.perf_counter_ns
 
 
+Call = Callable[[], object]
+Group = dist.ProcessGroup
+PAIR = (0, 1)  # the ranks of operations between two
+
+
 def time_calls(
-    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
+    calls: Sequence[Call], warmups: int, count: int, world: World, host_times: list[int]
 ) -> list[int]:
-    """Nanoseconds of each call.
+    """Nanoseconds of each of `count` calls, which are used in turn, after untimed ones.
 
     host_times: where the device is not the CPU, gets the nanoseconds until calls returned.
     """
-    if device.type != "cpu":
-        return _time_on_device(calls, device, host_times)
-    stamps = [0] * len(calls)
+    schedule = list(islice(cycle(calls), warmups + count))
+    for call in schedule[:warmups]:
+        call()
+    timed = schedule[warmups:]
+    if world.device.type != "cpu":
+        return _time_on_device(timed, world, host_times)
+    stamps = [0] * len(timed)
     begin = now()
-    for index, call in enumerate(calls):
+    for index, call in enumerate(timed):
         call()
         stamps[index] = now()
     return [after - before for before, after in pairwise([begin, *stamps])]
 
 
-def _time_on_device(
-    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
-) -> list[int]:
-    torch.accelerator.synchronize(device)
-    events = [torch.Event(device.type, enable_timing=True) for _ in range(len(calls) + 1)]
+def _time_on_device(calls: Sequence[Call], world: World, host_times: list[int]) -> list[int]:
+    world.synchronize()
+    events = [torch.Event(world.device.type, enable_timing=True) for _ in range(len(calls) + 1)]
     stamps = []
     events[0].record()
     for call, event in zip(calls, events[1:], strict=True):
@@ -51,14 +59,9 @@ def _time_on_device(
         call()
         stamps.append(now() - begin)
         event.record()
-    torch.accelerator.synchronize(device)
+    world.synchronize()
     host_times += stamps[:_UNTHROTTLED_CALLS]
     return [int(before.elapsed_time(after) * 1e6) for before, after in pairwise(events)]
-
-
-Call = Callable[[], object]
-Group = dist.ProcessGroup
-PAIR = (0, 1)  # the ranks of operations between two
 
 
 class Unsupported(Exception):
@@ -109,19 +112,22 @@ class Workload(ABC):
     copied_bytes: float = 0.0
     touched_bytes: int = 0
     pairwise: bool = False
+    arena: Arena | None = None
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: Case, world: World, hot: bool) -> None:
         self.case = case
         self.world = world
+        self.hot = hot  # the buffers are reused
 
     @property
     def busy_ranks(self) -> int:
         """How many ranks of this host move data in a call."""
         return min(len(PAIR), self.world.local_size) if self.pairwise else self.world.local_size
 
-    @abstractmethod
     def refill(self) -> None:
         """New data in every buffer, and none of it in cache."""
+        if self.arena is not None:
+            self.arena.refill(self.case.dtype)
 
     @abstractmethod
     def calls(self, group: Group) -> Sequence[Call]:

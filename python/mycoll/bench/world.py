@@ -34,9 +34,8 @@ def last_level_cache_bytes(cpus: Collection[int]) -> int:
     for cpu in cpus:
         cache = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3")
         with contextlib.suppress(OSError):
-            sizes[(cache / "shared_cpu_list").read_text()] = parse_size(
-                (cache / "size").read_text()
-            )
+            size = parse_size((cache / "size").read_text())
+            sizes[(cache / "shared_cpu_list").read_text()] = size
     return sum(sizes.values()) or _ASSUMED_CACHE_BYTES
 
 
@@ -102,6 +101,11 @@ class World:
     hosts: int
     device: torch.device
     cache_bytes: int
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was called."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def barrier(self) -> None:
         """Blocks without spinning, so that others can be measured meanwhile."""

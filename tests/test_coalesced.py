@@ -78,6 +78,23 @@ def test_blocks_of_two_threads(world):
     world.run(blocks_of_two_threads)
 
 
+def destroyed_in_a_block(ctx: Ctx) -> None:
+    """torch drops the operations, and then misses the block at its end."""
+    group = dist.new_group()
+    is_destroyed = False
+    with pytest.raises(KeyError), _coalescing_manager(group):
+        dist.all_reduce(torch.ones(3), group=group)
+        with pytest.warns(UserWarning, match="haven't been launched"):
+            dist.destroy_process_group(group)
+        is_destroyed = True
+    assert is_destroyed
+
+
+@pytest.mark.worlds(2)
+def test_a_group_that_is_destroyed_in_a_block(world):
+    world.run(destroyed_in_a_block)
+
+
 def tensors_that_share_memory(ctx: Ctx) -> None:
     """Each is reduced as it was before the call, whatever its size."""
     total = float(sum(range(1, ctx.size + 1)))

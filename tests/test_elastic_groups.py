@@ -77,6 +77,12 @@ def test_wrong_calls_are_refused() -> None:
     assert total(group, 3.0) == 3.0
 
 
+def test_a_timeout_of_zero_is_not_the_default() -> None:
+    first, second = (mycoll.Endpoint(timeout=PATIENCE) for _ in range(2))
+    with pytest.raises(dist.DistBackendError, match="timeout after 0ms"):
+        first.form(1, [first.handle, second.handle], timeout=timedelta(0))
+
+
 @pytest.mark.skipif(HAS_RECONFIGURE, reason="this torch has reconfigure")
 def test_an_older_torch_has_no_reconfigure() -> None:
     with pytest.raises(RuntimeError, match=r"2\.14 does; use mycoll\.Endpoint"):

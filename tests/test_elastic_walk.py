@@ -312,6 +312,16 @@ def test_a_newcomer_that_does_not_come_is_waited_for_once() -> None:
     assert sums == [7.0]
 
 
+def test_a_group_that_was_closed_says_so() -> None:
+    members = mycoll.ElasticGroup(timeout=timedelta(seconds=30))
+    assert members.size == 1
+    members.close()
+    members.close()
+    for call in (members.admit, members.recover, lambda: members.group):
+        with pytest.raises(dist.DistBackendError, match="closed"):
+            call()
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="min_ranks"):
         mycoll.ElasticGroup(min_ranks=0)

@@ -53,6 +53,43 @@ def test_threads_as_ranks(size: int) -> None:
     assert not dist.is_initialized()
 
 
+FIRST_GROUPS = """
+import threading, time
+import mycoll, torch, torch.distributed as dist
+from mycoll import _compat
+
+replace = _compat.replace
+def slow(*arguments):
+    time.sleep(0.02)
+    replace(*arguments)
+_compat.replace = slow
+
+store, together, sums = dist.HashStore(), threading.Barrier(3), []
+def rank(number):
+    together.wait()
+    group = mycoll.process_group(store, number, 3)
+    x = torch.ones(4)
+    with dist.distributed_c10d._coalescing_manager(group):
+        dist.all_reduce(x, group=group)
+    sums.append(x.tolist())
+    group.shutdown()
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+print(sums == [[3.0] * 4] * 3)
+"""
+
+
+def test_the_first_groups_of_a_process_in_threads() -> None:
+    """torch's functions are wrapped once, and by the time that a group is there."""
+    program = warm.start(FIRST_GROUPS)
+    try:
+        out, errors = program.communicate(60)
+    finally:
+        program.kill()
+    assert out.strip() == "True", errors
+
+
 def test_every_collective() -> None:
     """torch's functions take the group where they do not ask for the job's ranks."""
     store = dist.HashStore()

@@ -90,6 +90,13 @@ def rank_one_hides():
         raise RuntimeError("cannot go on") from error
 
 
+def rank_one_raises_its_own_cause():
+    if dist.get_rank() == 1:
+        error = ValueError("the loss is nan")
+        raise error from error
+    dist.barrier()
+
+
 def return_generator():
     return (number for number in range(3))
 
@@ -145,6 +152,11 @@ def test_death_without_a_word(backend, quick_start):
 def test_consequence_that_comes_first(backend, quick_start, long_grace):
     with pytest.raises(mycoll.SpawnError, match="ValueError: the cause"):
         mycoll.spawn(rank_one_hides, backend=backend)
+
+
+def test_an_exception_that_is_its_own_cause(backend, quick_start):
+    with pytest.raises(mycoll.SpawnError, match="ValueError: the loss is nan"):
+        mycoll.spawn(rank_one_raises_its_own_cause, backend=backend, timeout=30)
 
 
 def test_result_that_cannot_travel(backend, quick_start):

@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._groups import backend_of, members, replace, unwrapped
+from mycoll._groups import backend_of, members, once, replace, unwrapped
 from mycoll._native import native
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
@@ -37,7 +37,7 @@ _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 _splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
+@once
 def install() -> None:
     """Wraps the functions, once in a process."""
     # Since 2.15 torch records the calls of backends that keep no record of their own: from outside,
@@ -225,53 +225,61 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_split_source
 
 
-@functools.cache
+@once
 def guard_coalescing() -> None:
     """Wraps `_coalescing_manager`, once in a process; also for groups in gloo's place."""
     replace("_coalescing_manager", _wrap_coalescing_manager)
 
 
-class _Blocks(dict[ProcessGroup, Any]):
-    """torch's dict of the open blocks, by group. Only the thread that has opened a block of a group
-    of mycoll sees it: callbacks run on other threads, and torch would record their collectives, as
-    if they were part of the block."""
+class _OwnBlocks(threading.local):
+    def __init__(self) -> None:
+        self.blocks: dict[ProcessGroup, Any] = {}
 
-    class Own(threading.local):
-        def __init__(self) -> None:
-            self.blocks: dict[ProcessGroup, Any] = {}
+
+class _Blocks(MutableMapping[ProcessGroup, Any]):
+    """In the place of torch's dict of the open blocks, by group. Only the thread that has opened a
+    block of a group of mycoll sees it: callbacks run on other threads, and torch would record their
+    collectives, as if they were part of the block."""
 
     def __init__(self, others: dict[ProcessGroup, Any]) -> None:
-        super().__init__(others)
-        self.own = self.Own()
+        self.own = _OwnBlocks()
+        self.others = others
 
-    def __contains__(self, group: object) -> bool:
-        return group in self.own.blocks or super().__contains__(group)
+    def _place_of(self, group: ProcessGroup) -> dict[ProcessGroup, Any]:
+        return self.own.blocks if group in self.own.blocks else self.others
 
     def __getitem__(self, group: ProcessGroup) -> Any:
-        return self.own.blocks[group] if group in self.own.blocks else super().__getitem__(group)
+        return self._place_of(group)[group]
 
-    def setdefault(self, group: ProcessGroup, default: Any = None) -> Any:
-        if group in self.own.blocks:
-            return self.own.blocks[group]
-        return super().setdefault(group, default)
+    def __setitem__(self, group: ProcessGroup, operations: Any) -> None:
+        self._place_of(group)[group] = operations
 
-    def pop(self, group: ProcessGroup, *default: Any) -> Any:
-        is_own = group in self.own.blocks
-        return self.own.blocks.pop(group) if is_own else super().pop(group, *default)
+    def __delitem__(self, group: ProcessGroup) -> None:
+        del self._place_of(group)[group]
+
+    def __contains__(self, group: object) -> bool:  # each collective asks: without an exception
+        return group in self.own.blocks or group in self.others
+
+    def __iter__(self) -> Iterator[ProcessGroup]:
+        return iter([*self.own.blocks, *self.others])
+
+    def __len__(self) -> int:
+        return len(self.own.blocks) + len(self.others)
 
 
-def _own_blocks() -> dict[ProcessGroup, Any]:
-    world = distributed_c10d._world
-    if not isinstance(world._pg_coalesce_state, _Blocks):
-        world._pg_coalesce_state = _Blocks(world._pg_coalesce_state)
-    return world._pg_coalesce_state.own.blocks
+@once  # not before the first block: each collective looks there
+def _keep_blocks_by_thread() -> None:
+    world: Any = distributed_c10d._world
+    world._pg_coalesce_state = _Blocks(world._pg_coalesce_state)
 
 
 @contextlib.contextmanager
 def _block(group: ProcessGroup, torchs: Any) -> Iterator[Any]:
     """torch's block of operations, which has no `finally`. After an exception the group would still
     be coalescing: its next collectives would only be recorded, and return without a result."""
-    blocks = _own_blocks()
+    _keep_blocks_by_thread()
+    state: Any = distributed_c10d._world.pg_coalesce_state
+    blocks = state.own.blocks
     if group in blocks:
         # torch's manager would add to that block, and end it in the wrong place.
         raise native().ArgumentError(
@@ -313,10 +321,7 @@ def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]
 def _give_all_gather_a_gradient() -> None:
     """torch.distributed.nn refuses the gradient of all_gather_into_tensor to all backends but nccl
     and xccl."""
-    functional = _import_functional()
-    function = getattr(functional, "_AllGatherBase", None)
-    if function is None:
-        return
+    function = _import_functional()._AllGatherBase
     original = function.backward
 
     @functools.wraps(original)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistBackendError, DistNetworkError, PrefixStore
+from torch.distributed import DistBackendError, DistNetworkError, PrefixStore, ProcessGroup, Store
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll._log import log
@@ -43,9 +43,6 @@ from mycoll._native import native
 from mycoll.groups import Endpoint
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
-
     from mycoll._C import Options
 
 _TICK = timedelta(milliseconds=20)
@@ -206,12 +203,13 @@ class ElasticGroup:
         Raises:
             torch.distributed.DistBackendError: A rank was lost; call `recover()`.
         """
+        before = self.group
         self._read(timedelta(0))
         count = torch.tensor([len(self._awaited())])
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=before)
         if count.item() == 0:
             return False
-        before, self._group = self.group, None
+        self._group = None
         try:
             self._meet(self._min_ranks, timeout)
         finally:
@@ -225,11 +223,14 @@ class ElasticGroup:
             self._group.shutdown()
             self._group = None
         self._endpoint = self._native = None  # type: ignore[assignment]
+        self._members = []
 
     # ---- agreement
 
     def _meet(self, needed: int, timeout: timedelta) -> None:
         began = time.monotonic()
+        if not self._members:
+            raise DistBackendError("elastic group: it was closed; make another ElasticGroup")
         try:
             while not self._attempt(needed, began, timeout.total_seconds()):
                 pass
@@ -281,22 +282,15 @@ class ElasticGroup:
         chosen = [each for each in candidates if each in state.present]
         if len(chosen) < (self._min_ranks if is_late else needed):
             return []
-        awaited = self._awaited()
-        for each in candidates:
-            if each in state.present:
-                continue
-            if each in alive:
-                may_come = not is_late
-            else:
-                may_come = each in awaited and now - state.called[each] < _NEWCOMERS
-            if may_come:
-                return []
+        missing = [each for each in candidates if each not in state.present]
+        awaited = {each for each in self._awaited() if now - state.called[each] < _NEWCOMERS}
+        if any(not is_late if each in alive else each in awaited for each in missing):
+            return []
         self._absent.update(each for each in self._newcomers if each not in state.present)
+        text = {"number": state.number, "handles": chosen, "absent": [*self._absent]}
         for each in chosen:
             if each != self.handle:
-                self._send(
-                    each, "list", number=state.number, handles=chosen, absent=[*self._absent]
-                )
+                self._send(each, "list", **text)
         return chosen
 
     def _awaited(self) -> list[str]:

@@ -354,8 +354,8 @@ def _is_consequence(error: BaseException | None) -> bool:
     """Whether it comes from a failed collective: then another rank is likely to know the cause."""
     from torch.distributed import DistError
 
-    while error is not None:
-        if isinstance(error, DistError):
-            return True
+    seen: list[BaseException] = []  # `raise error from error` makes a circle
+    while error is not None and error not in seen:
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, DistError) for each in seen)

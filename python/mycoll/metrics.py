@@ -45,12 +45,10 @@ def main(words: Sequence[str]) -> int:
         description="Counters of this user's mycoll processes on this host, in Prometheus' text "
         "format: printed, or written for the textfile collector of node_exporter.",
     )
-    parser.add_argument(
-        "--file", type=Path, metavar="PATH", help="write there, whole or not at all (NAME.prom)"
-    )
-    parser.add_argument(
-        "--every", type=_units.seconds, metavar="SECONDS", help="with --file: until Ctrl-C"
-    )
+    text = "write there, whole or not at all (NAME.prom)"
+    parser.add_argument("--file", type=Path, metavar="PATH", help=text)
+    text = "with --file: until Ctrl-C"
+    parser.add_argument("--every", type=_units.seconds, metavar="SECONDS", help=text)
     parsed = parser.parse_args(list(words))
     if parsed.file and not parsed.file.name:
         parser.error(f"--file {parsed.file} is not the name of a file")
@@ -81,7 +79,7 @@ def write(path: Path) -> None:
     try:
         unfinished.write_text(as_text(black_box.find()), encoding="utf-8")
         unfinished.replace(path)
-    except OSError:
+    except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
 

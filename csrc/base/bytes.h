@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -14,6 +15,16 @@ template <typename T>
 void append(std::string* bytes, const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
   bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+constexpr uint64_t kEmptyHash = 0xcbf29ce484222325ULL;
+
+// FNV-1a: a hash for bytes that no attacker chooses. hash: that of the preceding bytes.
+constexpr uint64_t fnv1a(std::string_view bytes, uint64_t hash = kEmptyHash) {
+  for (const char byte : bytes) {
+    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;
+  }
+  return hash;
 }
 
 // Reads what append() has written. After a failure, everything that it returns is empty or zero.

@@ -1,6 +1,6 @@
 #include "base/call.h"
 
-#include "base/hash.h"
+#include "base/bytes.h"
 
 namespace mycoll {
 namespace {

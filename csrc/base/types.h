@@ -89,9 +89,6 @@ class Spans {
   Spans(std::initializer_list<Span> spans) {
     for (const Span& span : spans) push_back(span);
   }
-  Spans(size_t count, const Span& span) {
-    for (size_t i = 0; i < count; ++i) push_back(span);
-  }
   void push_back(const Span& span) {
     if (!hasOne_) {
       hasOne_ = true;

@@ -1,9 +1,11 @@
 // How to wait for another core. All [any thread].
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <string>
+#include <thread>
 
 namespace mycoll {
 
@@ -87,6 +89,33 @@ class Backoff {
   CoreContention& contention_;
   Clock::time_point idleSince_ = Clock::time_point::min();
   bool trickles_ = false;  // bytes arrive more slowly than a thread polls for them
+};
+
+// The intervals at which a thread checks a device or NCCL: short at first, as most operations are,
+// then an eighth of the time waited so far, so that the end is detected at most that much later.
+// For one wait, by one thread.
+class DevicePause {
+ public:
+  // Returns true once per kWaitTick: then the thread checks for signals.
+  bool rest() {
+    const Clock::duration waited = Clock::now() - began_;
+    if (waited < kYielding) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::min<Clock::duration>(waited / 8, kLongest));
+    }
+    if (waited < nextTick_) return false;
+    nextTick_ = waited + kWaitTick;
+    return true;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr auto kYielding = std::chrono::microseconds(50);  // a sleep would take longer
+  static constexpr auto kLongest = std::chrono::microseconds(500);
+
+  const Clock::time_point began_ = Clock::now();
+  Clock::duration nextTick_ = kWaitTick;
 };
 
 namespace detail {

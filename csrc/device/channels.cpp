@@ -110,10 +110,7 @@ Channel Channels::ofGroup(c10::Device device) {
   if (const Channel* channel = known()) return *channel;
   const auto id = std::make_shared<nccl::UniqueId>();
   if (place_.rank == 0) {
-    const Status made =
-        inGroup(place_.name, nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
-    if (!made.ok()) place_.control->fail(made);
-    throwIfFailed(made);
+    throwUnlessConnected(place_, nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
   }
   Call share;
   share.kind = OpKind::kBroadcast;
@@ -189,20 +186,16 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   }
   const nccl::Library& library = *nccl::Library::loaded();
   // All ranks or none: if one rank did not take part, the others would wait for it in NCCL.
-  struct Vote {
-    int32_t mine, all;
-  };
-  const auto vote = std::make_shared<Vote>();
-  vote->mine = isWilling && parent != nullptr && library.functions().commSplit != nullptr ? 1 : 0;
+  const auto vote = std::make_shared<int32_t>(isWilling && parent != nullptr &&
+                                              library.functions().commSplit != nullptr);
   Call agree;
   agree.kind = OpKind::kAllReduce;
   agree.dtype = DType::kInt32;
-  agree.elementBytes = sizeof(vote->mine);
+  agree.elementBytes = sizeof(*vote);
   agree.reduceOp = ReduceOp::kMin;
-  agree.in = {{&vote->mine, sizeof(vote->mine)}};
-  agree.out = {{&vote->all, sizeof(vote->all)}};
+  agree.in = agree.out = {spanOf(*vote)};
   runOnControl(place_, std::move(agree), vote);
-  if (vote->all == 0) return false;
+  if (*vote == 0) return false;
 
   const c10::Device device = parent->stream.device();
   const OnDevice guard(device);

@@ -8,7 +8,6 @@
 #include "base/text.h"
 #include "base/wait.h"
 #include "device/device_work.h"
-#include "device/pause.h"
 #include "device/watchdog.h"
 #include "nccl/cudart.h"
 
@@ -41,17 +40,6 @@ class Fence final : public Condition {
   std::vector<DeviceOperationPtr> operations;  // that were not on a stream yet
 };
 
-std::vector<Operation> messagesOf(Requests requests) {
-  std::vector<Operation> messages;
-  for (const Request* request : requests) {
-    if (!request->isMessage()) continue;
-    const Signature signature = request->calls.front().signature();
-    messages.push_back(
-        Operation::ofMessage(signature, request->peer, request->tag, signature.bytes));
-  }
-  return messages;
-}
-
 }  // namespace
 
 std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
@@ -71,11 +59,7 @@ std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
 }
 
 DeviceGroup::DeviceGroup(DevicePlace place)
-    : place_(std::move(place)),
-      choice_(place_),
-      channels_(place_),
-      nccl_(place_, channels_, choice_),
-      host_(place_) {}
+    : place_(std::move(place)), choice_(place_), channels_(place_), host_(place_) {}
 
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
@@ -124,7 +108,7 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   if (choice_.known() != DevicePath::kNccl) return;
   auto* const child = static_cast<DeviceGroup*>(made);
   // NCCL requires that no operation is pending on a communicator that it splits.
-  for (Pause pause; watched_.hasOfGroup();) {
+  for (DevicePause pause; watched_.hasOfGroup();) {
     throwIfDead();
     if (pause.rest() && isInterruptPending()) throwStatus(interrupted());
   }
@@ -162,20 +146,20 @@ void* DeviceGroup::ncclComm() const { return channels_.handleHere(); }
 DevicePath DeviceGroup::connectWith(Request& request) {
   const c10::Device device = request.device;
   const int peer = request.peer;
-  const auto connected = [&]() -> std::optional<DevicePath> {
-    const std::optional<DevicePath> path = choice_.knownWith(peer);
-    const bool isReady = path && (path == DevicePath::kHost || peer == kAnySource ||
-                                  channels_.hasPair(device, peer));
-    return isReady ? path : std::nullopt;
+  const auto connected = [&] {
+    const DevicePath path = choice_.knownWith(peer);
+    const bool isReady =
+        path != DevicePath::kNccl || peer == kAnySource || channels_.hasPair(device, peer);
+    return isReady ? path : DevicePath::kUnknown;
   };
-  if (const auto path = connected()) return *path;
+  if (const DevicePath path = connected(); path != DevicePath::kUnknown) return path;
   const Waiting waiting(*this, request);
   std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
   while (!lock.try_lock_for(kWaitTick)) {
     throwIfDead();
     if (isInterruptPending()) throwStatus(interrupted());
   }
-  if (const auto path = connected()) return *path;
+  if (const DevicePath path = connected(); path != DevicePath::kUnknown) return path;
   const nccl::RelaxedCapture relaxed;  // NCCL allocates
   const DevicePath path = choice_.agreeWith(device, peer);
   if (path == DevicePath::kNccl) (void)channels_.ofPair(device, peer);
@@ -208,7 +192,7 @@ DeviceGroup::WorkPtr DeviceGroup::launch(Requests requests, at::TensorList outpu
   const bool isAsync = first.async;
   const bool isBatch = extras.isBatch;
   const DeviceOperationPtr operation = pathOf(requests, isBatch) == DevicePath::kNccl
-                                           ? nccl_.launch(*this, requests, extras.isTimed, isBatch)
+                                           ? launchOnNccl(requests, extras.isTimed, isBatch)
                                            : host_.launch(*this, requests, extras.isTimed);
   const bool isCollective = std::any_of(requests.begin(), requests.end(),
                                         [](auto* request) { return !request->isMessage(); });
@@ -243,7 +227,7 @@ std::shared_ptr<Condition> DeviceGroup::fence() {
 }
 
 Status DeviceGroup::waitFor(Condition& fence) const {
-  Pause pause;
+  DevicePause pause;
   while (!fence.ready()) {
     MYCOLL_RETURN_IF_ERROR(error());
     if (pause.rest() && isInterruptPending()) return interrupted();
@@ -265,7 +249,11 @@ void DeviceGroup::watchMessages(const DeviceOperationPtr& operation, Requests re
                                 bool isOfPair, bool isRecorded) {
   auto messages = std::make_shared<WatchedMessages>();
   messages->isOfPair = isOfPair;
-  messages->each = messagesOf(requests);
+  for (const Request* request : requests) {
+    const Signature signature = request->calls.front().signature();
+    messages->each.push_back(
+        Operation::ofMessage(signature, request->peer, request->tag, signature.bytes));
+  }
   messages->calledAt = callSiteOfCall();
   messages->timeout = place_.timeoutOf(*requests.front());
   messages->deadline = Deadline::after(messages->timeout);
@@ -284,7 +272,7 @@ void DeviceGroup::watchCaptured(const c10::Stream& stream) {
 
 void DeviceGroup::onOver(const DeviceOperationPtr& operation,
                          std::function<void(const Status&)> fn) {
-  watched_.onOver(operation, std::move(fn));
+  watched_.add({.operation = operation, .isMessage = true, .onOver = std::move(fn)});
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
@@ -302,7 +290,6 @@ DeviceGroup::Progress DeviceGroup::poll() {
   failLate();
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_.advance();
-  watched_.callAwaited();
   seen.isBusy = needsWatch() || seen.wantsSoon || hasNotes || isReleasing;
   return seen;
 }
@@ -409,23 +396,20 @@ void DeviceGroup::failWatched(const Status& cause) {
                        cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
-  raise(cause, failed.lost ? failed.lost->operation->reliedOnSince() : 0,
-        failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
-                           " was under way on the device"
-        : isReplayed ? "a graph with operations of this group may have been under way on the device"
-                     : "a call that does not match may have been carried out on the device");
-}
-
-// Raises an exception in Python's main thread: the next call would throw, but the program may use
-// the numbers before it makes one.
-void DeviceGroup::raise(const Status& cause, uint64_t since, const std::string& what) {
-  const Status raised =
-      cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults);
-  // Not if the program has aborted the group meanwhile.
-  raiseInMainThread(raised, since, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
-    const std::shared_ptr<DeviceGroup> living = group.lock();
-    return !(living ? living->isAbortedHere_.load() : isAborted);
-  });
+  const std::string what =
+      failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
+                         " was under way on the device"
+      : isReplayed ? "a graph with operations of this group may have been under way on the device"
+                   : "a call that does not match may have been carried out on the device";
+  // The next call would throw, but the program may use the numbers before it makes one. Not if the
+  // program has aborted the group meanwhile.
+  raiseInMainThread(
+      cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults),
+      failed.lost ? failed.lost->operation->reliedOnSince() : 0,
+      [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
+        const std::shared_ptr<DeviceGroup> living = group.lock();
+        return !(living ? living->isAbortedHere_.load() : isAborted);
+      });
 }
 
 // ---- ending -------------------------------------------------------------------------------------
@@ -443,7 +427,7 @@ void DeviceGroup::abort(const std::string& reason) {
 }
 
 Status DeviceGroup::drain(Deadline deadline) const {
-  Pause pause;
+  DevicePause pause;
   bool isLong = false;
   auto isAwaited = [&] {
     return watched_.hasUndrained() || (watched_.isBusy() && !deadline.expired());
@@ -461,7 +445,8 @@ void DeviceGroup::close(Deadline deadline) {
   State open = State::kOpen;
   if (!state_.compare_exchange_strong(open, State::kClosing)) return;
   (void)place_.control->watchExternal();  // handles what other ranks have sent meanwhile
-  for (Pause pause; watched_.isBusy() && !isDead() && !deadline.expired(); (void)pause.rest()) {
+  for (DevicePause pause; watched_.isBusy() && !isDead() && !deadline.expired();
+       (void)pause.rest()) {
     Watchdog::get().wake();
   }
   const bool isExiting = Watchdog::get().isExiting();

@@ -1,8 +1,8 @@
 // DeviceGroup: executes a group's operations on device tensors. Requests have been checked and
 // translated, as for the engine, and have spans of device memory. One of two paths executes them:
 //
-//   NCCL   (nccl_path.h)  if every rank has it
-//   host   (host_path.h)  through pinned memory and the CPU engine, otherwise
+//   NCCL   (nccl_path.cpp)  if every rank has it
+//   host   (host_path.h)    through pinned memory and the CPU engine, otherwise
 //
 // The ranks agree on one of them: path_choice.h. The engine is responsible for order, agreement,
 // deadlines and deaths: NCCL's operations are external operations of a derived group, `control`.
@@ -29,7 +29,6 @@
 #include "device/channels.h"
 #include "device/host_path.h"
 #include "device/nccl_memory.h"
-#include "device/nccl_path.h"
 #include "device/operation.h"
 #include "device/path_choice.h"
 #include "device/place.h"
@@ -71,16 +70,8 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
 
-  // --- for the paths: the watchdog watches from now on
-
+  // The watchdog watches it from now on.
   void watch(Watched watched);
-  // A message, or a batch of them, that no group of the engine watches. isRecorded: in the black
-  // box.
-  void watchMessages(const DeviceOperationPtr& operation, Requests requests, bool isOfPair,
-                     bool isRecorded);
-  // A graph that is captured on this stream contains an operation of this group. It may be replayed
-  // at any time, so failures are checked for from now on.
-  void watchCaptured(const c10::Stream& stream);
 
   // --- for the watchdog
 
@@ -110,6 +101,20 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // The same for a message between two ranks, which it connects.
   DevicePath connectWith(Request& request);
 
+  // requests: one, or those of a batch, which become one launch; all on one device. A batch uses
+  // the group's communicator, even a batch of one message.
+  DeviceOperationPtr launchOnNccl(Requests requests, bool isTimed, bool isBatch);
+
+  // Adds the collective to the control group's, as the next one in NCCL's order.
+  void watchCollective(Requests requests, const DeviceOperationPtr& operation);
+  // A message, or a batch of them, that no group of the engine watches. isRecorded: in the black
+  // box.
+  void watchMessages(const DeviceOperationPtr& operation, Requests requests, bool isOfPair,
+                     bool isRecorded);
+  // A graph that is captured on this stream contains an operation of this group. It may be replayed
+  // at any time, so failures are checked for from now on.
+  void watchCaptured(const c10::Stream& stream);
+
   std::string describe(const WatchedMessages& messages) const;
   void failLate();
   void checkForFailures();
@@ -118,13 +123,10 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // Shuts NCCL down cleanly: waits, at most until the deadline, for the other ranks of the host;
   // only for a short time if the group has failed.
   void endNccl(Deadline deadline);
-  // since: see raiseInMainThread().
-  void raise(const Status& cause, uint64_t since, const std::string& what);
 
   const DevicePlace place_;
   PathChoice choice_;
   Channels channels_;
-  NcclPath nccl_;
   HostPath host_;
   NcclMemory memory_;
   WatchList watched_;

@@ -36,86 +36,26 @@ at::Tensor slice(const at::Tensor& buffer, size_t offset, size_t bytes) {
   return buffer.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes));
 }
 
-}  // namespace
-
-HostCollective::HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation,
-                               EventPtr ready, int rank, int ranks, std::vector<Call> calls,
-                               CopyBacks copyBacks)
-    : staging_(std::move(staging)),
-      operation_(std::move(operation)),
-      ready_(std::move(ready)),
-      rank_(rank),
-      ranks_(ranks),
-      calls_(std::move(calls)),
-      copyBacks_(std::move(copyBacks)),
-      inward_(sideStream(operation_->device())),
-      outward_(sideStream(operation_->device())) {}
-
-Task HostCollective::run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner) {
-  MYCOLL_CO_RETURN_IF_ERROR(self->begin());
-  for (const Call& call : self->calls_) {
-    MYCOLL_CO_RETURN_IF_ERROR(co_await self->runCall(call, runner));
-  }
-  co_return self->end();
-}
-
-Task HostCollective::runCall(const Call& call, CollectiveRunner& runner) {
-  uint64_t longest = longestOf(call);
-  if (sizesDifferByPair(call.kind)) {
-    uint64_t mine = longest;
-    Call agree;
-    agree.kind = OpKind::kAllReduce;
-    agree.dtype = DType::kUInt64;
-    agree.elementBytes = sizeof(uint64_t);
-    agree.reduceOp = ReduceOp::kMax;
-    agree.in = {{&mine, sizeof(mine)}};
-    agree.out = {{&longest, sizeof(longest)}};
-    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(agree)));
-  }
-  const Sides sides = sidesOf(call);
-  const size_t chunkBytes = chunkBytesOf(call, longest);
-  const uint64_t chunks = std::max<uint64_t>(1, (longest + chunkBytes - 1) / chunkBytes);
-  MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, 0));
-  for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (chunk + 1 < chunks) MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, chunk + 1));
-    EventPassed isIn(buffer(chunk).copiedIn);
-    co_await isIn;
-    MYCOLL_CO_RETURN_IF_ERROR(deviceError(isIn));
-    EventPassed isFree(buffer(chunk).copiedOut);
-    co_await isFree;
-    MYCOLL_CO_RETURN_IF_ERROR(deviceError(isFree));
-    Call chunked;
-    MYCOLL_CO_RETURN_IF_ERROR(chunkOf(call, sides, chunkBytes, chunk, &chunked));
-    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(chunked)));
-    MYCOLL_CO_RETURN_IF_ERROR(copyOut(sides, chunkBytes, chunk));
-  }
-  co_return Status();
-}
-
-// The status of the event, with the text that the other ranks receive.
-Status HostCollective::deviceError(const EventPassed& event) const {
-  const Status& error = event.status();
-  if (error.ok()) return error;
-  return error.withMessage("rank " + std::to_string(rank_) + ": " + operation_->what() + ": " +
-                           error.message());
-}
-
 // A broadcast has one span, which the root reads and the others write.
-HostCollective::Sides HostCollective::sidesOf(const Call& call) const {
-  if (call.kind != OpKind::kBroadcast) return {call.in, call.out};
-  return call.root == rank_ ? Sides{call.out, {}} : Sides{{}, call.out};
+Spans readsOf(const Call& call, int rank) {
+  if (call.kind != OpKind::kBroadcast) return call.in;
+  return call.root == rank ? call.out : Spans();
+}
+
+Spans writesOf(const Call& call, int rank) {
+  return call.kind == OpKind::kBroadcast && call.root == rank ? Spans() : call.out;
 }
 
 // The same on all ranks, whatever each one reads and writes; at most the longest part, in whole
 // pages.
-size_t HostCollective::chunkBytesOf(const Call& call, uint64_t longest) const {
+size_t chunkBytesOf(const Call& call, uint64_t longest, int ranks) {
   size_t parts = 1;
   switch (call.kind) {
     case OpKind::kAllGather:
     case OpKind::kGather:
     case OpKind::kScatter:
     case OpKind::kReduceScatter:
-    case OpKind::kAllToAll: parts = static_cast<size_t>(ranks_); break;
+    case OpKind::kAllToAll: parts = static_cast<size_t>(ranks); break;
     default: break;
   }
   const uint64_t pages = (longest + kChunkAlignment - 1) / kChunkAlignment;
@@ -123,78 +63,146 @@ size_t HostCollective::chunkBytesOf(const Call& call, uint64_t longest) const {
   return std::max<size_t>(std::min(pages, most), 1) * kChunkAlignment;
 }
 
-Status HostCollective::begin() {
-  return copying(operation_->device(), [&] {
-    block(*ready_, inward_);
-    block(*ready_, outward_);
-  });
-}
+// One call, cut into chunks. longest: the longest part on any rank.
+class Chunks {
+ public:
+  Chunks(const HostCollective& all, const Call& call, uint64_t longest)
+      : all_(all),
+        call_(call),
+        reads_(readsOf(call, all.rank)),
+        writes_(writesOf(call, all.rank)),
+        bytes_(chunkBytesOf(call, longest, all.ranks)),
+        count_(std::max<uint64_t>(1, (longest + bytes_ - 1) / bytes_)) {}
 
-Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  return copyingFor(*operation_, inward_, [&] {
-    HostStaging::Buffer& to = buffer(chunk);
-    grow(to.in, sides.reads.size() * chunkBytes);
-    for (size_t i = 0; i < sides.reads.size(); ++i) {
-      const Span part = partOf(sides.reads[i], chunkBytes, chunk);
-      if (part.bytes == 0) continue;
-      slice(to.in, i * chunkBytes, part.bytes)
-          .copy_(bytesOnDevice(part, operation_->device()), /*non_blocking=*/true);
-    }
-    to.copiedIn = recordEvent(inward_);
-    return to.copiedIn;
-  });
-}
+  uint64_t count() const { return count_; }
+  HostStaging::Buffer& buffer(uint64_t chunk) const { return all_.staging->buffers[chunk % 2]; }
 
-Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  return copyingFor(*operation_, outward_, [&] {
-    HostStaging::Buffer& from = buffer(chunk);
-    for (size_t i = 0; i < sides.writes.size(); ++i) {
-      const Span part = partOf(sides.writes[i], chunkBytes, chunk);
-      if (part.bytes == 0) continue;
-      bytesOnDevice(part, operation_->device())
-          .copy_(slice(from.out, i * chunkBytes, part.bytes), /*non_blocking=*/true);
-    }
-    from.copiedOut = recordEvent(outward_);
-    return from.copiedOut;
-  });
-}
-
-Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chunkBytes,
-                               uint64_t chunk, Call* chunked) {
-  return copying(operation_->device(), [&] {
-    HostStaging::Buffer& at = buffer(chunk);
-    grow(at.out, sides.writes.size() * chunkBytes);  // all copies from it are over
-    const auto place = [&](const Spans& spans, const at::Tensor& buffer) {
-      Spans placed;
-      for (size_t i = 0; i < spans.size(); ++i) {
-        const size_t bytes = partOf(spans[i], chunkBytes, chunk).bytes;
-        char* memory =
-            bytes == 0 ? nullptr : static_cast<char*>(buffer.mutable_data_ptr()) + i * chunkBytes;
-        placed.push_back({memory, bytes});
+  Status copyIn(uint64_t chunk) const {
+    return copyingFor(*all_.operation, all_.inward, [&] {
+      HostStaging::Buffer& to = buffer(chunk);
+      grow(to.in, reads_.size() * bytes_);
+      for (size_t i = 0; i < reads_.size(); ++i) {
+        const Span part = partOf(reads_[i], bytes_, chunk);
+        if (part.bytes == 0) continue;
+        slice(to.in, i * bytes_, part.bytes)
+            .copy_(bytesOnDevice(part, all_.operation->device()), /*non_blocking=*/true);
       }
-      return placed;
-    };
-    *chunked = call;
-    if (call.kind == OpKind::kBroadcast) {
-      chunked->out = sides.reads.empty() ? place(sides.writes, at.out) : place(sides.reads, at.in);
-    } else {
-      chunked->in = place(call.in, at.in);
-      chunked->out = place(call.out, at.out);
-    }
+      return to.copiedIn = recordEvent(all_.inward);
+    });
+  }
+
+  Status copyOut(uint64_t chunk) const {
+    return copyingFor(*all_.operation, all_.outward, [&] {
+      HostStaging::Buffer& from = buffer(chunk);
+      for (size_t i = 0; i < writes_.size(); ++i) {
+        const Span part = partOf(writes_[i], bytes_, chunk);
+        if (part.bytes == 0) continue;
+        bytesOnDevice(part, all_.operation->device())
+            .copy_(slice(from.out, i * bytes_, part.bytes), /*non_blocking=*/true);
+      }
+      return from.copiedOut = recordEvent(all_.outward);
+    });
+  }
+
+  // The call of the engine for a chunk, once all copies from its `out` are over.
+  Status callOf(uint64_t chunk, Call* chunked) const {
+    return copying(all_.operation->device(), [&] {
+      HostStaging::Buffer& at = buffer(chunk);
+      grow(at.out, writes_.size() * bytes_);
+      const auto place = [&](const Spans& spans, const at::Tensor& buffer) {
+        Spans placed;
+        for (size_t i = 0; i < spans.size(); ++i) {
+          const size_t bytes = partOf(spans[i], bytes_, chunk).bytes;
+          char* memory =
+              bytes == 0 ? nullptr : static_cast<char*>(buffer.mutable_data_ptr()) + i * bytes_;
+          placed.push_back({memory, bytes});
+        }
+        return placed;
+      };
+      *chunked = call_;
+      if (call_.kind == OpKind::kBroadcast) {
+        chunked->out = reads_.empty() ? place(writes_, at.out) : place(reads_, at.in);
+      } else {
+        chunked->in = place(call_.in, at.in);
+        chunked->out = place(call_.out, at.out);
+      }
+    });
+  }
+
+ private:
+  const HostCollective& all_;
+  const Call& call_;
+  const Spans reads_;  // of the device's memory, as `writes`
+  const Spans writes_;
+  const size_t bytes_;  // of a chunk's part
+  const uint64_t count_;
+};
+
+// The status of the event, with the text that the other ranks receive.
+Status deviceError(const HostCollective& all, const EventPassed& event) {
+  const Status& error = event.status();
+  if (error.ok()) return error;
+  return error.withMessage("rank " + std::to_string(all.rank) + ": " + all.operation->what() +
+                           ": " + error.message());
+}
+
+Task runCall(const HostCollective& all, const Call& call, CollectiveRunner& runner) {
+  uint64_t longest = longestOf(call);
+  if (sizesDifferByPair(call.kind)) {
+    Call agree;
+    agree.kind = OpKind::kAllReduce;
+    agree.dtype = DType::kUInt64;
+    agree.elementBytes = sizeof(uint64_t);
+    agree.reduceOp = ReduceOp::kMax;
+    agree.in = agree.out = {spanOf(longest)};
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(agree)));
+  }
+  const Chunks chunks(all, call, longest);
+  MYCOLL_CO_RETURN_IF_ERROR(chunks.copyIn(0));
+  for (uint64_t chunk = 0; chunk < chunks.count(); ++chunk) {
+    if (chunk + 1 < chunks.count()) MYCOLL_CO_RETURN_IF_ERROR(chunks.copyIn(chunk + 1));
+    EventPassed isIn(chunks.buffer(chunk).copiedIn);
+    co_await isIn;
+    MYCOLL_CO_RETURN_IF_ERROR(deviceError(all, isIn));
+    EventPassed isFree(chunks.buffer(chunk).copiedOut);
+    co_await isFree;
+    MYCOLL_CO_RETURN_IF_ERROR(deviceError(all, isFree));
+    Call chunked;
+    MYCOLL_CO_RETURN_IF_ERROR(chunks.callOf(chunk, &chunked));
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(chunked)));
+    MYCOLL_CO_RETURN_IF_ERROR(chunks.copyOut(chunk));
+  }
+  co_return Status();
+}
+
+Status begin(const HostCollective& all) {
+  return copying(all.operation->device(), [&] {
+    block(*all.ready, all.inward);
+    block(*all.ready, all.outward);
   });
 }
 
-Status HostCollective::end() {
-  return copyingFor(*operation_, outward_, [&] {
+Status end(const HostCollective& all) {
+  return copyingFor(*all.operation, all.outward, [&] {
     // Before the caller may write to what was read.
-    for (const HostStaging::Buffer& buffer : staging_->buffers) {
-      if (buffer.copiedIn) block(*buffer.copiedIn, outward_);
+    for (const HostStaging::Buffer& buffer : all.staging->buffers) {
+      if (buffer.copiedIn) block(*buffer.copiedIn, all.outward);
     }
-    copyBackOnDevice(copyBacks_);
-    EventPtr ended = recordEvent(outward_, operation_->isTimed());
-    operation_->setEnqueued(outward_, ended);
+    copyBackOnDevice(all.copyBacks);
+    EventPtr ended = recordEvent(all.outward, all.operation->isTimed());
+    all.operation->setEnqueued(all.outward, ended);
     return ended;
   });
+}
+
+}  // namespace
+
+Task runThroughHost(std::shared_ptr<const HostCollective> all, CollectiveRunner& runner) {
+  MYCOLL_CO_RETURN_IF_ERROR(begin(*all));
+  for (const Call& call : all->calls) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runCall(*all, call, runner));
+  }
+  co_return end(*all);
 }
 
 }  // namespace mycoll

@@ -38,44 +38,19 @@ struct HostStaging {
   Buffer buffers[2];
 };
 
-class HostCollective {
- public:
-  // ready: after this event, the caller's inputs are valid and its outputs may be written.
-  HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation, EventPtr ready,
-                 int rank, int ranks, std::vector<Call> calls, CopyBacks copyBacks);
-
-  // self: keeps the collective alive in the task's frame.
-  static Task run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner);
-
- private:
-  // The memory of the device that a call reads and writes.
-  struct Sides {
-    Spans reads;
-    Spans writes;
-  };
-
-  Task runCall(const Call& call, CollectiveRunner& runner);
-  Status deviceError(const EventPassed& event) const;
-  Sides sidesOf(const Call& call) const;
-  size_t chunkBytesOf(const Call& call, uint64_t longest) const;
-  HostStaging::Buffer& buffer(uint64_t chunk) const { return staging_->buffers[chunk % 2]; }
-
-  Status begin();
-  Status copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk);
-  Status copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk);
-  Status chunkOf(const Call& call, const Sides& sides, size_t chunkBytes, uint64_t chunk,
-                 Call* chunked);
-  Status end();
-
-  const std::shared_ptr<HostStaging> staging_;
-  const DeviceOperationPtr operation_;
-  const EventPtr ready_;
-  const int rank_;
-  const int ranks_;
-  const std::vector<Call> calls_;
-  const CopyBacks copyBacks_;
-  const c10::Stream inward_;
-  const c10::Stream outward_;
+struct HostCollective {
+  const std::shared_ptr<HostStaging> staging;
+  const DeviceOperationPtr operation;
+  const EventPtr ready;  // follows the caller's work on the memory
+  const int rank;
+  const int ranks;
+  const std::vector<Call> calls;
+  const CopyBacks copyBacks;
+  const c10::Stream inward;
+  const c10::Stream outward;
 };
+
+// The task. Its frame keeps `all` alive.
+Task runThroughHost(std::shared_ptr<const HostCollective> all, CollectiveRunner& runner);
 
 }  // namespace mycoll

@@ -13,16 +13,13 @@
 #include "device/device_group.h"
 
 namespace mycoll {
-
 namespace {
 
 // Part of the tag of further pieces, beside the number of their message; users' tags are smaller.
 constexpr uint64_t kPieceTag = uint64_t{1} << 50;
 
-}  // namespace
-
 // How a message of this size is cut and staged: one piece, or several, preceded by a number.
-struct HostPath::Cut {
+struct Cut {
   explicit Cut(size_t messageBytes)
       : bytes(messageBytes), header(messageBytes > kHostChunkBytes ? sizeof(uint64_t) : 0) {}
 
@@ -52,19 +49,8 @@ struct HostPath::Cut {
   }
 };
 
-// A piece that is being copied from the device before it is sent.
-struct HostPath::Outgoing {
-  DeviceOperationPtr operation;
-  std::shared_ptr<std::atomic<size_t>> left;  // pieces of the message that were not sent
-  c10::Stream stream;
-  EventPtr copied;
-  at::Tensor staging;
-  Message message;  // its data is a part of `staging`
-  std::chrono::milliseconds timeout{0};
-};
-
 // A message that is being received. Its pieces hold it.
-struct HostPath::Incoming {
+struct Incoming {
   std::shared_ptr<Communicator> group;
   DeviceOperationPtr operation;
   Cut cut;
@@ -90,6 +76,43 @@ struct HostPath::Incoming {
       return copied;
     });
   }
+};
+
+void receivePiece(const std::shared_ptr<Incoming>& message, size_t piece) {
+  Message wanted = message->message;
+  wanted.data = message->cut.span(message->staging, piece);
+  const OpPtr op = message->group->recv(wanted, std::make_shared<at::Tensor>(message->staging),
+                                        /*willWait=*/false, message->timeout);
+  message->operation->setEngineOp(message->group, op);
+  op->onDone([message, piece, op] {
+    const DeviceOperationPtr& operation = message->operation;
+    if (!op->status().ok()) return operation->fail(op->status());
+    if (piece == 0) {
+      operation->setSource(op->sourceRank());
+      uint64_t number = 0;
+      if (message->cut.header > 0) {
+        std::memcpy(&number, message->staging.const_data_ptr(), sizeof(number));
+      }
+      message->message.rank = op->sourceRank();
+      message->message.tag = kPieceTag | number;
+      for (size_t next = 1; next < message->cut.pieces(); ++next) receivePiece(message, next);
+    }
+    const Status status = message->copyOut(piece);
+    if (!status.ok()) operation->fail(status);
+  });
+}
+
+}  // namespace
+
+// A piece that is being copied from the device before it is sent.
+struct HostPath::Outgoing {
+  DeviceOperationPtr operation;
+  std::shared_ptr<std::atomic<size_t>> left;  // pieces of the message that were not sent
+  c10::Stream stream;
+  EventPtr copied;
+  at::Tensor staging;
+  Message message;  // its data is a part of `staging`
+  std::chrono::milliseconds timeout{0};
 };
 
 HostPath::HostPath(const DevicePlace& place)
@@ -136,7 +159,6 @@ DeviceOperationPtr HostPath::launchOne(DeviceGroup& group, Request& request, boo
                                        EventPtr ready) {
   const c10::Stream caller = currentStream(request.device);
   auto operation = std::make_shared<DeviceOperation>(request.caller.function, caller);
-  operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   queued_->fetch_add(1, std::memory_order_relaxed);
   operation->onEnqueued([queued = queued_] { queued->fetch_sub(1, std::memory_order_relaxed); });
@@ -160,13 +182,14 @@ DeviceOperationPtr HostPath::launchOne(DeviceGroup& group, Request& request, boo
 void HostPath::launchCollective(Request& request, const DeviceOperationPtr& operation,
                                 EventPtr ready) {
   operation->keep(request.takeKept());
-  auto collective = std::make_shared<HostCollective>(
+  const auto all = std::shared_ptr<HostCollective>(new HostCollective{
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
-      std::vector<Call>(request.calls.begin(), request.calls.end()), std::move(request.copyBacks));
+      std::vector<Call>(request.calls.begin(), request.calls.end()), std::move(request.copyBacks),
+      sideStream(request.device), sideStream(request.device)});
   const OpPtr op = place_.host->submitComposite(
       request.calls.front().kind,
-      [collective](CollectiveRunner& runner) { return HostCollective::run(collective, runner); },
-      operation, /*willWait=*/!request.async, place_.timeoutOf(request));
+      [all](CollectiveRunner& runner) { return runThroughHost(all, runner); }, operation,
+      /*willWait=*/!request.async, place_.timeoutOf(request));
   if (const uint32_t site = callSiteOfCall()) op->record().setSite(site);
   operation->setEngineOp(place_.host, op);
   op->onDone([operation, op] {
@@ -212,17 +235,6 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }
 
-void HostPath::dispatch(const Outgoing& piece) {
-  const OpPtr op = place_.host->send(piece.message, std::make_shared<at::Tensor>(piece.staging),
-                                     /*willWait=*/false, piece.timeout);
-  piece.operation->setEngineOp(place_.host, op);
-  op->onDone([operation = piece.operation, left = piece.left, stream = piece.stream,
-              copied = piece.copied, op] {
-    if (!op->status().ok()) return operation->fail(op->status());
-    if (left->fetch_sub(1, std::memory_order_acq_rel) == 1) operation->setEnqueued(stream, copied);
-  });
-}
-
 void HostPath::receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready) {
   const Call& call = request.calls.front();
   const Span target = call.out.front();
@@ -235,30 +247,6 @@ void HostPath::receive(Request& request, const DeviceOperationPtr& operation, Ev
                    Message{{}, request.peer, request.tag, call.dtype, call.opaqueType, cut.bytes},
                    place_.timeoutOf(request), std::move(request.copyBacks), cut.pieces()});
   receivePiece(message, 0);
-}
-
-void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece) {
-  Message wanted = message->message;
-  wanted.data = message->cut.span(message->staging, piece);
-  const OpPtr op = message->group->recv(wanted, std::make_shared<at::Tensor>(message->staging),
-                                        /*willWait=*/false, message->timeout);
-  message->operation->setEngineOp(message->group, op);
-  op->onDone([message, piece, op] {
-    const DeviceOperationPtr& operation = message->operation;
-    if (!op->status().ok()) return operation->fail(op->status());
-    if (piece == 0) {
-      operation->setSource(op->sourceRank());
-      uint64_t number = 0;
-      if (message->cut.header > 0) {
-        std::memcpy(&number, message->staging.const_data_ptr(), sizeof(number));
-      }
-      message->message.rank = op->sourceRank();
-      message->message.tag = kPieceTag | number;
-      for (size_t next = 1; next < message->cut.pieces(); ++next) receivePiece(message, next);
-    }
-    const Status status = message->copyOut(piece);
-    if (!status.ok()) operation->fail(status);
-  });
 }
 
 // A piece waits for earlier pieces to the same rank, which keeps their order, but not for pieces to
@@ -282,11 +270,18 @@ bool HostPath::advance() {
       MutexLock lock(mutex_);
       std::erase(outgoing_, piece);
     }
-    if (error.ok()) {
-      dispatch(*piece);
-    } else {
+    if (!error.ok()) {
       piece->operation->failByDevice(error);
+      continue;
     }
+    const OpPtr op = place_.host->send(piece->message, std::make_shared<at::Tensor>(piece->staging),
+                                       /*willWait=*/false, piece->timeout);
+    piece->operation->setEngineOp(place_.host, op);
+    op->onDone([piece, op] {
+      if (!op->status().ok()) return piece->operation->fail(op->status());
+      const bool isLast = piece->left->fetch_sub(1, std::memory_order_acq_rel) == 1;
+      if (isLast) piece->operation->setEnqueued(piece->stream, piece->copied);
+    });
   }
   if (queued_->load(std::memory_order_relaxed) == 0) return false;
   place_.host->advance();

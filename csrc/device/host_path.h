@@ -41,16 +41,12 @@ class HostPath {
   bool advance();
 
  private:
-  struct Cut;
   struct Outgoing;
-  struct Incoming;
 
   DeviceOperationPtr launchOne(DeviceGroup& group, Request& request, bool isTimed, EventPtr ready);
   void launchCollective(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
   void send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready);
   void receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
-  void dispatch(const Outgoing& piece);
-  static void receivePiece(const std::shared_ptr<Incoming>& message, size_t piece);
 
   const DevicePlace& place_;
   const std::shared_ptr<HostStaging> staging_;

@@ -51,17 +51,13 @@ Status NcclMemory::add(std::shared_ptr<nccl::Comm> comm, void* address, size_t b
                     "symmetric=: call deregister_mem_pool() first");
     }
   }
-  Registered registered{std::move(comm), nullptr, nullptr, isSymmetric, bytes};
-  if (isSymmetric) {
-    MYCOLL_RETURN_IF_ERROR(registered.comm->registerWindow(address, bytes, nccl::kWindowSymmetric,
-                                                           &registered.window));
-    if (registered.window == nullptr) {
-      MYCOLL_LOG_WARN(
-          "NCCL makes no symmetric window of this memory (as GPUs without peer access, or several "
-          "hosts without GPU-initiated networking, have none); it is used like any other memory");
-    }
-  } else {
-    MYCOLL_RETURN_IF_ERROR(registered.comm->registerBuffer(address, bytes, &registered.handle));
+  Registered registered{std::move(comm), isSymmetric, bytes};
+  MYCOLL_RETURN_IF_ERROR(
+      registered.comm->registerMemory(address, bytes, isSymmetric, &registered.registration));
+  if (isSymmetric && registered.registration.window == nullptr) {
+    MYCOLL_LOG_WARN(
+        "NCCL makes no symmetric window of this memory (as GPUs without peer access, or several "
+        "hosts without GPU-initiated networking, have none); it is used like any other memory");
   }
   MutexLock lock(mutex_);
   registered_[address] = std::move(registered);
@@ -79,9 +75,7 @@ Status NcclMemory::remove(void* address) {
     registered = std::move(known->second);
     registered_.erase(known);
   }
-  if (!registered.isSymmetric) return registered.comm->deregisterBuffer(registered.handle);
-  if (registered.window == nullptr) return Status();
-  return registered.comm->deregisterWindow(registered.window);
+  return registered.comm->deregister(registered.registration);
 }
 
 }  // namespace mycoll

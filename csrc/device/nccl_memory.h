@@ -32,10 +32,9 @@ class NcclMemory {
  private:
   struct Registered {
     std::shared_ptr<nccl::Comm> comm;
-    void* handle = nullptr;          // of a registered buffer
-    nccl::Window* window = nullptr;  // of symmetric memory; null: NCCL has refused it
     bool isSymmetric = false;
     size_t bytes = 0;
+    nccl::Comm::Registration registration{};
   };
 
   Mutex mutex_;

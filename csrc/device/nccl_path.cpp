@@ -1,5 +1,5 @@
-#include "device/nccl_path.h"
-
+// The path through NCCL: calls of NCCL on the caller's stream (synchronous requests) or on the
+// stream of a channel.
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ScopeExit.h>
 
@@ -7,10 +7,11 @@
 #include <utility>
 
 #include "backend/errors.h"
-#include "base/hash.h"
+#include "base/bytes.h"
 #include "base/recycler.h"
 #include "device/copies.h"
 #include "device/device_group.h"
+#include "nccl/collectives.h"
 #include "nccl/library.h"
 
 namespace mycoll {
@@ -36,14 +37,8 @@ Signature signatureOf(Requests requests) {
   return all;
 }
 
-}  // namespace
-
-nccl::Form NcclPath::formOf(const Request& request) const {
-  return {request.isFlat(), choice_.capability()};
-}
-
-// Before anything is sent.
-void NcclPath::check(Requests requests) const {
+// Refuses what NCCL cannot do, before anything is sent. capability: of the oldest GPU.
+void check(Requests requests, int capability) {
   for (const Request* request : requests) {
     if (request->type == c10d::OpType::RECVANYSOURCE) {
       refuse(request->caller,
@@ -51,22 +46,15 @@ void NcclPath::check(Requests requests) const {
     }
     if (request->isMessage()) continue;
     for (const Call& call : request->calls) {
-      const Status possible = nccl::check(*nccl::Library::loaded(), call, formOf(*request));
+      const Status possible =
+          nccl::check(*nccl::Library::loaded(), call, {request->isFlat(), capability});
       if (!possible.ok()) refuse(request->caller, possible.message());
     }
   }
 }
 
-void NcclPath::watchCollective(DeviceGroup& group, Requests requests,
-                               const DeviceOperationPtr& operation) {
-  auto collective =
-      place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
-  if (collective->done() && !collective->status().ok()) throwStatus(collective->status());
-  if (const uint32_t site = callSiteOfCall()) collective->record().setSite(site);
-  group.watch({.operation = operation, .collective = std::move(collective)});
-}
-
-void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const {
+// peer: of a message: its rank in the communicator.
+void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream, int capability) {
   for (const Call& call : request.calls) {
     Status status;
     if (call.kind == OpKind::kSend) {
@@ -74,15 +62,25 @@ void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, voi
     } else if (call.kind == OpKind::kRecv) {
       status = nccl::receive(issue, call.out.front(), peer, stream);
     } else {
-      status = nccl::enqueue(issue, call, stream, formOf(request));
+      status = nccl::enqueue(issue, call, stream, {request.isFlat(), capability});
     }
     if (!status.ok()) return;  // issue.end() returns it
   }
 }
 
-DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool isTimed,
-                                    bool isBatch) {
-  check(requests);
+}  // namespace
+
+void DeviceGroup::watchCollective(Requests requests, const DeviceOperationPtr& operation) {
+  auto collective =
+      place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
+  if (collective->done() && !collective->status().ok()) throwStatus(collective->status());
+  if (const uint32_t site = callSiteOfCall()) collective->record().setSite(site);
+  watch({.operation = operation, .collective = std::move(collective)});
+}
+
+DeviceOperationPtr DeviceGroup::launchOnNccl(Requests requests, bool isTimed, bool isBatch) {
+  const int capability = choice_.capability();
+  check(requests, capability);
   const Request& first = *requests.front();
   const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
   const bool isMessage =
@@ -110,9 +108,9 @@ DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool 
 
   // Watched before NCCL is called: a call that hangs has a deadline, too.
   if (isCaptured) {
-    group.watchCaptured(stream);
+    watchCaptured(stream);
   } else if (isMessage) {
-    group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
+    watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
   // If it is not enqueued, no thread will find its end.
   const auto failing = c10::make_scope_exit([&] {
@@ -121,12 +119,12 @@ DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool 
   // Held to the end, so that the watched operations have NCCL's order, and the events of a stream,
   // too.
   nccl::Issue issue(*channel.comm);
-  if (!isMessage && !isCaptured) watchCollective(group, requests, operation);
+  if (!isMessage && !isCaptured) watchCollective(requests, operation);
   if (!isAlone && issue.status().ok()) (void)issue.group();
   for (const Request* request : requests) {
     if (!issue.status().ok()) break;
     const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
-    enqueue(issue, *request, peer, stream.native_handle());
+    enqueue(issue, *request, peer, stream.native_handle(), capability);
   }
   const Status status = inGroup(place_.name, issue.end());
   // After a failure: follows what NCCL has enqueued.
@@ -137,7 +135,7 @@ DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool 
   if (!status.ok()) {
     endUse();
     // Often a consequence of another rank's end: the engine may know the cause by now.
-    const Status known = group.error();
+    const Status known = error();
     if (known.ok()) place_.control->fail(status);
     operation->fail(known.ok() ? status : known);
     throwStatus(known.ok() ? status : known);

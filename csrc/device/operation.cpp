@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/wait.h"
-#include "device/pause.h"
 
 namespace mycoll {
 namespace {
@@ -53,10 +52,7 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
 }
 
 void DeviceOperation::fail(const Status& cause) {
-  if (isPassed_.load(std::memory_order_relaxed)) return;
-  bool isPassed = false;
-  if (state_ == State::kEnqueued && queryDevice(&isPassed).ok() && isPassed) return;
-  end(cause, /*isDeviceError=*/false);
+  if (!isOver()) end(cause, /*isDeviceError=*/false);
 }
 
 void DeviceOperation::failByDevice(const Status& error) {
@@ -114,7 +110,7 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
 
 Status DeviceOperation::waitOver(Deadline deadline) {
   MYCOLL_RETURN_IF_ERROR(waitEnqueued(deadline));
-  Pause pause;
+  DevicePause pause;
   while (!isOver()) {
     if (deadline.expired()) return waitEnded(what_);
     if (pause.rest() && isInterruptPending()) return interrupted();
@@ -122,17 +118,12 @@ Status DeviceOperation::waitOver(Deadline deadline) {
   return status();
 }
 
-Status DeviceOperation::queryDevice(bool* hasPassed) const {
-  *hasPassed = true;
-  return isCaptured_ ? Status() : query(*ended_, hasPassed);
-}
-
 bool DeviceOperation::isOver() {
   if (isPassed_.load(std::memory_order_relaxed)) return true;
   const State now = state_;
   if (now != State::kEnqueued) return now == State::kFailed;
   bool isPassed = true;
-  const Status error = queryDevice(&isPassed);
+  const Status error = isCaptured_ ? Status() : query(*ended_, &isPassed);
   if (!error.ok()) {
     failByDevice(error);
     return true;

@@ -69,17 +69,15 @@ class DeviceOperation {
     std::optional<std::pair<c10::Stream, EventPtr>> end_;
   };
 
-  // Call these four before anything is enqueued.
+  // Call these three before anything is enqueued.
   void keep(Kept memory);
-  // Its duration is measured: its events are timed.
-  void setTimed(bool isTimed) { isTimed_ = isTimed; }
-  bool isTimed() const { return isTimed_; }
   void setCaptured(bool isCaptured) { isCaptured_ = isCaptured; }
-  // If it is timed: its first work follows this event.
+  // Its duration is measured: its events are timed, and its first work follows this one.
   void setStarted(EventPtr started) { started_ = std::move(started); }
+  bool isTimed() const { return started_ != nullptr; }
   // Its last work is on `stream`, followed by `ended`.
   void setEnqueued(const c10::Stream& stream, EventPtr ended);
-  // The first cause is kept. Does nothing if the device has passed the operation.
+  // The first cause is kept. Does nothing if the operation is over.
   void fail(const Status& cause);
   // Fails it with an error that its device has reported.
   void failByDevice(const Status& error);
@@ -127,7 +125,6 @@ class DeviceOperation {
  private:
   enum class State { kQueued, kEnqueued, kFailed };
 
-  Status queryDevice(bool* hasPassed) const;  // when enqueued
   void end(const Status& failure, bool isDeviceError);
   // After a transition: releases the lock, wakes the waiting threads and runs the callbacks.
   void announce(MutexLock& lock) REQUIRES(mutex_);
@@ -136,7 +133,6 @@ class DeviceOperation {
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
   std::atomic<uint64_t> reliedOn_{0};  // 0, or 1 + reliedOnSince()
-  bool isTimed_ = false;
   bool isCaptured_ = false;
   std::atomic<bool> isPassed_{false};  // a query has returned that the device has passed it
   std::atomic<bool> isDeviceError_{false};

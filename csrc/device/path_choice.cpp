@@ -7,8 +7,8 @@
 #include <set>
 
 #include "backend/errors.h"
+#include "base/bytes.h"
 #include "base/env.h"
-#include "base/hash.h"
 #include "base/mutex.h"
 #include "base/text.h"
 #include "base/topology.h"
@@ -69,15 +69,24 @@ void warnOfHostPath(const std::string& reason) {
              ". MYCOLL_CUDA=nccl makes this an error.");
 }
 
-}  // namespace
+// The properties of a rank that decide. Plain bytes, which ranks exchange.
+struct Report {
+  int32_t version = 0;     // of NCCL; 0: none, and `reason` says why
+  uint8_t choice = 0;      // CudaPath
+  uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: unknown
+  uint32_t kernel = 0;     // hash that distinguishes machines of one name
+  uint64_t host = 0;       // hash of the machine and its network namespace
+  char gpu[48] = {};       // the GPU and its host; empty: unknown
+  char reason[200] = {};
+};
 
 // Two ranks send each other a proposal once, before their first message.
-struct PathChoice::Proposal {
+struct Proposal {
   DevicePath path = DevicePath::kUnknown;  // the group's, if this rank knows it already
   Report report;
 };
 
-PathChoice::Report PathChoice::report(c10::Device device) {
+Report reportOf(c10::Device device) {
   Report report;
   report.choice = static_cast<uint8_t>(Env::process().cuda);
   report.host = fnv1a(hostIdentity());
@@ -95,7 +104,10 @@ PathChoice::Report PathChoice::report(c10::Device device) {
   return report;
 }
 
-Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vector<int>& ranks) {
+// Returns ok if these ranks can use NCCL together; kUnsupported with the reason if they cannot, and
+// host memory can replace it; another code if they must not continue, as MYCOLL_CUDA differs or
+// requires NCCL.
+Status checkNccl(const std::vector<Report>& reports, const std::vector<int>& ranks) {
   const Report& first = reports.front();
   for (size_t i = 1; i < reports.size(); ++i) {
     if (reports[i].choice == first.choice) continue;
@@ -135,13 +147,11 @@ Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vect
   return Status(choice == CudaPath::kNccl ? Code::kInvalidArgument : Code::kUnsupported, reason);
 }
 
+}  // namespace
+
 DevicePath PathChoice::pathFor(const Status& checked, bool warns) {
   if (checked.ok()) return DevicePath::kNccl;
-  if (checked.code() != Code::kUnsupported) {
-    const Status refusal = inGroup(place_.name, checked);
-    place_.control->fail(refusal);
-    throwStatus(refusal);
-  }
+  if (checked.code() != Code::kUnsupported) throwUnlessConnected(place_, checked);
   if (warns) warnOfHostPath(checked.message());
   return DevicePath::kHost;
 }
@@ -159,7 +169,7 @@ void PathChoice::agree(c10::Device device, const std::string& operation) {
   const auto kept = std::make_shared<std::vector<Report>>(ranks);
   std::vector<Report>& reports = *kept;
   Report& mine = reports[static_cast<size_t>(place_.rank)];
-  mine = report(device);
+  mine = reportOf(device);
   Call exchange;
   exchange.kind = OpKind::kAllGather;
   exchange.dtype = DType::kUInt8;
@@ -184,7 +194,7 @@ void PathChoice::adoptNccl(const PathChoice& parent) {
   path_.store(DevicePath::kNccl, std::memory_order_release);
 }
 
-std::optional<DevicePath> PathChoice::knownWith(int peer) const {
+DevicePath PathChoice::knownWith(int peer) const {
   // All ranks were configured so; or the rank sends to itself, where NCCL's send would wait
   // forever.
   if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) return DevicePath::kHost;
@@ -192,24 +202,22 @@ std::optional<DevicePath> PathChoice::knownWith(int peer) const {
   if (peer == kAnySource) return known() == DevicePath::kHost ? known() : DevicePath::kNccl;
   MutexLock lock(mutex_);
   const auto found = withPeers_.find(peer);
-  if (found == withPeers_.end()) return {};
-  return found->second;
+  return found == withPeers_.end() ? DevicePath::kUnknown : found->second;
 }
 
 DevicePath PathChoice::agreeWith(c10::Device device, int peer) {
-  if (const auto decided = knownWith(peer)) return *decided;
-  const DevicePath path = exchangeWith(device, peer);
+  DevicePath path = knownWith(peer);
+  if (path != DevicePath::kUnknown) return path;
+  path = exchangeWith(device, peer);
   MutexLock lock(mutex_);
   return withPeers_[peer] = path;
 }
 
-// Both ranks get the same result: the group's path, if one of them knows it, or else one that both
-// can use.
 DevicePath PathChoice::exchangeWith(c10::Device device, int peer) {
   Communicator& control = *place_.control;
   const auto mine = std::make_shared<Proposal>();
   mine->path = known();
-  mine->report = report(device);
+  mine->report = reportOf(device);
   const OpPtr sent =
       control.send({{mine.get(), sizeof(Proposal)}, peer, kPathTag, DType::kUInt8}, mine,
                    /*willWait=*/false, kNoDeadline);

@@ -8,9 +8,7 @@
 
 #include <atomic>
 #include <map>
-#include <optional>
 #include <string>
-#include <vector>
 
 #include "base/mutex.h"
 #include "device/place.h"
@@ -21,17 +19,6 @@ enum class DevicePath : uint8_t { kUnknown, kNccl, kHost };
 
 class PathChoice {
  public:
-  // The properties of a rank that decide. Plain bytes, which ranks exchange.
-  struct Report {
-    int32_t version = 0;     // of NCCL; 0: none, and `reason` says why
-    uint8_t choice = 0;      // CudaPath
-    uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: unknown
-    uint32_t kernel = 0;     // hash that distinguishes machines of one name
-    uint64_t host = 0;       // hash of the machine and its network namespace
-    char gpu[48] = {};       // the GPU and its host; empty: unknown
-    char reason[200] = {};
-  };
-
   explicit PathChoice(const DevicePlace& place) : place_(place) {}
 
   // The path on which all ranks have agreed; kUnknown before that.
@@ -44,21 +31,17 @@ class PathChoice {
   // For a group that was split from a group that uses NCCL.
   void adoptNccl(const PathChoice& parent);
 
-  // The path of messages between this rank and another one; empty: not decided yet.
-  std::optional<DevicePath> knownWith(int peer) const;
+  // The path of messages between this rank and another one; kUnknown: not decided yet.
+  DevicePath knownWith(int peer) const;
   // To be called on both ranks, by one thread at a time for each peer.
   DevicePath agreeWith(c10::Device device, int peer);
 
  private:
-  struct Proposal;
-
-  static Report report(c10::Device device);
-  // Returns ok if these ranks can use NCCL together; kUnsupported with the reason if they cannot,
-  // and host memory can replace it; another code if they must not continue, as MYCOLL_CUDA differs
-  // or requires NCCL.
-  static Status checkNccl(const std::vector<Report>& reports, const std::vector<int>& ranks);
-  // Returns the path, or fails the group if the ranks must not continue.
+  // checked: whether the ranks can use NCCL. Returns the path, or fails the group if the ranks must
+  // not continue.
   DevicePath pathFor(const Status& checked, bool warns);
+  // Both ranks get the same result: the group's path, if one of them knows it, or else one that
+  // both can use.
   DevicePath exchangeWith(c10::Device device, int peer);
 
   const DevicePlace& place_;

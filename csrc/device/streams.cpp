@@ -126,18 +126,19 @@ bool hasPassed(const c10::Event& event) {
 void CapturedStreams::add(const c10::Stream& stream) {
   const c10::Stream byDefault =
       c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
-  {
-    MutexLock lock(mutex_);
-    for (const c10::Stream& one : {stream, byDefault}) {
-      const bool isKnown = std::find(streams_.begin(), streams_.end(), one) != streams_.end();
-      if (!isKnown) streams_.push_back(one);
-    }
+  MutexLock lock(mutex_);
+  for (const c10::Stream& one : {stream, byDefault}) {
+    const bool isKnown = std::find(streams_.begin(), streams_.end(), one) != streams_.end();
+    if (!isKnown) streams_.push_back(one);
   }
-  isAny_.store(true, std::memory_order_release);
+}
+
+bool CapturedStreams::isEmpty() const {
+  MutexLock lock(mutex_);
+  return streams_.empty();
 }
 
 bool CapturedStreams::isAnyBusy() const {
-  if (isEmpty()) return false;
   std::vector<c10::Stream> streams;
   {
     MutexLock lock(mutex_);

@@ -11,7 +11,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <atomic>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -79,12 +78,11 @@ class EventPassed final : public Condition {
 class CapturedStreams {
  public:
   void add(const c10::Stream& stream);
-  bool isEmpty() const { return !isAny_.load(std::memory_order_acquire); }
+  bool isEmpty() const;
   // A captured operation may be in progress.
   bool isAnyBusy() const;
 
  private:
-  std::atomic<bool> isAny_{false};
   mutable Mutex mutex_;
   std::vector<c10::Stream> streams_ GUARDED_BY(mutex_);
 };

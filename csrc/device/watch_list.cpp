@@ -7,6 +7,11 @@
 #include "observe/black_box.h"
 
 namespace mycoll {
+namespace {
+
+constexpr size_t kAtOnce = 64;  // of a list in order
+
+}  // namespace
 
 std::string WatchedMessages::place() const { return BlackBox::process().placeOf(calledAt); }
 
@@ -37,14 +42,9 @@ bool WatchList::add(Watched watched) {
   return wasEmpty;
 }
 
-void WatchList::onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn) {
-  MutexLock lock(mutex_);
-  awaited_.push_back({operation, std::move(fn)});
-}
-
 bool WatchList::isBusy() const {
   MutexLock lock(mutex_);
-  return !collectives_.empty() || !others_.empty() || !awaited_.empty();
+  return !collectives_.empty() || !others_.empty();
 }
 
 bool WatchList::hasUndrained() const {
@@ -75,73 +75,47 @@ std::vector<DeviceOperationPtr> WatchList::queued() const {
   return found;
 }
 
-// No other thread removes entries.
-void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
-                                     const OnDeviceError& onDeviceError) {
-  constexpr size_t kAtOnce = 64;
-  size_t count = 0;
-  do {
-    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>> oldest;
-    {
-      MutexLock lock(mutex_);
-      for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
-        oldest.emplace_back(collectives_[i].operation, collectives_[i].collective);
-      }
-    }
-    for (count = 0; count < oldest.size(); ++count) {
-      const auto& [operation, collective] = oldest[count];
-      if (!operation->isOver()) break;
-      if (operation->isDeviceError()) onDeviceError(operation->status());
-      collective->external->finish(operation->status());
-    }
-    MutexLock lock(mutex_);
-    for (size_t i = 0; i < count; ++i) {
-      ended->push_back(std::move(collectives_.front()));
-      collectives_.pop_front();
-    }
-  } while (count == kAtOnce);
-}
-
-// Queries each operation once, as a second query may have another result. Other threads only append
-// entries meanwhile.
-template <typename Entry>
-std::vector<Entry> WatchList::takeOverOf(std::vector<Entry>* entries) {
-  std::vector<DeviceOperationPtr> operations;
+// Queries each operation once, as a second query may have another result, and a list in order up to
+// the first that is not over, a part of it at a time. Other threads only append meanwhile.
+size_t WatchList::takeOverOf(std::deque<Watched>* list, bool isInOrder,
+                             const OnDeviceError& onDeviceError) {
+  std::vector<Watched> watched;
   {
     MutexLock lock(mutex_);
-    for (const Entry& entry : *entries) operations.push_back(entry.operation);
+    const size_t count = isInOrder ? std::min(kAtOnce, list->size()) : list->size();
+    watched.assign(list->begin(), list->begin() + static_cast<std::ptrdiff_t>(count));
   }
   std::vector<bool> areOver;
-  for (const DeviceOperationPtr& operation : operations) areOver.push_back(operation->isOver());
-  std::vector<Entry> over, left;
-  MutexLock lock(mutex_);
-  for (size_t i = 0; i < entries->size(); ++i) {
-    const bool isOver = i < areOver.size() && areOver[i];
-    (isOver ? over : left).push_back(std::move((*entries)[i]));
+  for (const Watched& each : watched) {
+    const DeviceOperationPtr& operation = each.operation;
+    areOver.push_back(operation->isOver());
+    if (!areOver.back() && isInOrder) break;
+    if (!areOver.back()) continue;
+    const Status status = operation->status();
+    if (operation->isDeviceError()) onDeviceError(status);
+    if (each.collective) each.collective->external->finish(status);
+    if (each.messages) {
+      for (const OpRecord& record : each.messages->records) {
+        record.finish(status.ok(), steadyNanos());
+      }
+    }
+    if (each.onOver) each.onOver(status);
+    lingering_.push_back(operation);
   }
-  *entries = std::move(left);
-  return over;
+  MutexLock lock(mutex_);
+  const auto end = list->begin() + static_cast<std::ptrdiff_t>(watched.size());
+  size_t index = 0;
+  const auto isOver = [&](const Watched&) { return index < areOver.size() && areOver[index++]; };
+  list->erase(std::remove_if(list->begin(), end, isOver), end);
+  return static_cast<size_t>(std::count(areOver.begin(), areOver.end(), true));
 }
 
 bool WatchList::takeOver(const OnDeviceError& onDeviceError) {
-  std::vector<Watched> ended;
-  takeEndedCollectives(&ended, onDeviceError);
-  for (Watched& each : takeOverOf(&others_)) {
-    if (each.operation->isDeviceError()) onDeviceError(each.operation->status());
-    ended.push_back(std::move(each));
-  }
-  for (const Watched& each : ended) {
-    if (each.messages) {
-      const bool isOk = each.operation->status().ok();
-      for (const OpRecord& record : each.messages->records) record.finish(isOk, steadyNanos());
-    }
-    lingering_.push_back(each.operation);
-  }
-  return !ended.empty();
-}
-
-void WatchList::callAwaited() {
-  for (Awaited& entry : takeOverOf(&awaited_)) entry.fn(entry.operation->status());
+  size_t all = 0, count = 0;
+  do {
+    all += count = takeOverOf(&collectives_, /*isInOrder=*/true, onDeviceError);
+  } while (count == kAtOnce);
+  return all + takeOverOf(&others_, /*isInOrder=*/false, onDeviceError) > 0;
 }
 
 std::shared_ptr<const WatchedMessages> WatchList::late() const {

@@ -43,6 +43,8 @@ struct Watched {
   bool isMessage = false;  // or a batch of them
   // Messages on NCCL only.
   std::shared_ptr<const WatchedMessages> messages{};
+  // Called on the watchdog (it must not block) when the operation is over. May be empty.
+  std::function<void(const Status&)> onOver{};
 
   std::string place() const;  // as above
 };
@@ -53,8 +55,6 @@ class WatchList {
   bool add(Watched watched);
   // The group uses this device, or is bound to it.
   void addDevice(c10::Device device);
-  // Runs fn once on the watchdog (it must not block) when the operation is over.
-  void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
 
   bool isBusy() const;
   // Devices have not passed all collectives, and all messages for which a stream waits.
@@ -68,13 +68,11 @@ class WatchList {
 
   // --- for the watchdog
 
-  // Removes the operations that are over, and finishes their records. Returns false if there are
-  // none. onDeviceError: receives an error of a device before the engine is notified of the
-  // failure.
+  // Removes the operations that are over, finishes their records and calls onOver. Returns false if
+  // there are none. onDeviceError: receives an error of a device before the engine is notified of
+  // the failure.
   using OnDeviceError = std::function<void(const Status&)>;
   bool takeOver(const OnDeviceError& onDeviceError);
-  // Calls the functions of onOver().
-  void callAwaited();
   // Returns the first message that is past its deadline, or null.
   std::shared_ptr<const WatchedMessages> late() const;
   // Fails the operations that are not over, each with its own text if the engine has one. An
@@ -90,16 +88,9 @@ class WatchList {
   bool releaseMemory();
 
  private:
-  struct Awaited {
-    DeviceOperationPtr operation;
-    std::function<void(const Status&)> fn;
-  };
-
   void addDeviceLocked(c10::Device device) REQUIRES(mutex_);
-  void takeEndedCollectives(std::vector<Watched>* ended, const OnDeviceError& onDeviceError);
-  // Takes mutex_, which guards the entries.
-  template <typename Entry>
-  std::vector<Entry> takeOverOf(std::vector<Entry>* entries);
+  // Takes mutex_, which guards the list. Returns the number of operations that were over.
+  size_t takeOverOf(std::deque<Watched>* list, bool isInOrder, const OnDeviceError& onDeviceError);
   template <typename Fn>
   void forEach(Fn fn) const REQUIRES(mutex_) {
     for (const Watched& each : collectives_) fn(each);
@@ -110,8 +101,8 @@ class WatchList {
   // NCCL's collectives, oldest first, which end one after another: thousands if a program is far
   // ahead of its device.
   std::deque<Watched> collectives_ GUARDED_BY(mutex_);
-  std::vector<Watched> others_ GUARDED_BY(mutex_);  // all other operations
-  std::vector<Awaited> awaited_ GUARDED_BY(mutex_);
+  // All other operations, and once more those for whose end a function waits.
+  std::deque<Watched> others_ GUARDED_BY(mutex_);
   std::vector<c10::Device> devices_ GUARDED_BY(mutex_);
   // [watchdog] Over, but after a failure the device may still use their memory.
   std::vector<DeviceOperationPtr> lingering_;

@@ -58,56 +58,48 @@ void Watchdog::stop() {
                       [this]() REQUIRES(mutex_) { return !isPolling_; });
 }
 
-void Watchdog::awaitGroups(MutexLock& lock) {
-  const auto isThere = [this]() REQUIRES(mutex_) {
-    const bool isBusy = !groups_.empty() && !isStopped_;
-    return isWoken_ || isBusy;
-  };
-  for (int round = 0; round < kLinger && !isThere(); ++round) {
-    woken_.wait_for(lock.native(), kMost, isThere);
-  }
-  isAsleep_ = true;
-  woken_.wait(lock.native(), isThere);
-  isAsleep_ = false;
-}
-
 void Watchdog::run() {
   auto pause = kLeast;
+  int idle = 0;  // intervals without anything to watch
   MutexLock lock(mutex_);
   for (;;) {
-    if (groups_.empty() || isStopped_) {
-      awaitGroups(lock);
-      pause = kLeast;
-    }
     isWoken_ = false;
-    if (isStopped_) continue;
-    std::vector<std::shared_ptr<DeviceGroup>> round = groups_;
-    isPolling_ = true;
-    lock.unlock();
+    const bool isIdle = groups_.empty() || isStopped_;
+    idle = isIdle ? idle + 1 : 0;
     DeviceGroup::Progress all;
-    std::vector<DeviceGroup*> idle;
-    for (const auto& group : round) {
-      const DeviceGroup::Progress seen = group->poll();
-      all.hasMoved |= seen.hasMoved;
-      all.wantsSoon |= seen.wantsSoon;
-      if (!seen.isBusy) idle.push_back(group.get());
-    }
-    lock.lock();
-    for (DeviceGroup* group : idle) {
-      // It may have become busy since its poll: the mutex orders add() and this check.
-      if (!group->needsWatch()) {
-        std::erase_if(groups_, [&](const auto& entry) { return entry.get() == group; });
+    if (!isIdle) {
+      std::vector<std::shared_ptr<DeviceGroup>> round = groups_;
+      isPolling_ = true;
+      lock.unlock();
+      std::vector<DeviceGroup*> done;
+      for (const auto& group : round) {
+        const DeviceGroup::Progress seen = group->poll();
+        all.hasMoved |= seen.hasMoved;
+        all.wantsSoon |= seen.wantsSoon;
+        if (!seen.isBusy) done.push_back(group.get());
       }
+      lock.lock();
+      for (DeviceGroup* group : done) {
+        // It may have become busy since its poll: the mutex orders add() and this check.
+        if (!group->needsWatch()) {
+          std::erase_if(groups_, [&](const auto& entry) { return entry.get() == group; });
+        }
+      }
+      lock.unlock();
+      round.clear();  // may drop the last references
+      lock.lock();
+      isPolling_ = false;
+      hasPolled_.notify_all();
     }
-    lock.unlock();
-    round.clear();  // may drop the last references
-    lock.lock();
-    isPolling_ = false;
-    hasPolled_.notify_all();
-    pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
-    if (groups_.empty()) continue;
-    woken_.wait_for(lock.native(), all.wantsSoon ? kSoon : pause,
-                    [this]() REQUIRES(mutex_) { return isWoken_; });
+    pause = isIdle || all.hasMoved ? kLeast : std::min(pause * 2, kMost);
+    const auto isWoken = [this]() REQUIRES(mutex_) { return isWoken_; };
+    isAsleep_ = idle > kLinger;
+    if (isAsleep_) {
+      woken_.wait(lock.native(), isWoken);
+    } else {
+      woken_.wait_for(lock.native(), isIdle ? kMost : all.wantsSoon ? kSoon : pause, isWoken);
+    }
+    isAsleep_ = false;
   }
 }
 

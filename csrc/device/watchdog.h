@@ -37,8 +37,6 @@ class Watchdog {
 
  private:
   void run();
-  // Waits until there is something to watch. The lock locks mutex_.
-  void awaitGroups(MutexLock& lock) REQUIRES(mutex_);
 
   Mutex mutex_;
   std::condition_variable woken_;

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "base/bytes.h"
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "base/topology.h"

@@ -115,8 +115,6 @@ class Enqueuer {
   int rank() const { return issue_.comm().rank(); }
   int ranks() const { return issue_.comm().ranks(); }
 
-  Status group() { return issue_.group(); }
-
   Status send(Span data, int peer) {
     return call("ncclSend", functions_.send, data.bytes, data.data, data.bytes, kBytes, peer);
   }
@@ -145,7 +143,7 @@ class Enqueuer {
       return call("ncclReduceScatter", functions_.reduceScatter, out.bytes, in[0].data, out.data,
                   out.bytes / how.unitBytes, how.type, how.op);
     }
-    MYCOLL_RETURN_IF_ERROR(group());
+    MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int root = 0; root < ranks(); ++root) {
       MYCOLL_RETURN_IF_ERROR(reduce(in[root], root == rank() ? out.data : nullptr, how, root));
     }
@@ -157,7 +155,7 @@ class Enqueuer {
       return call("ncclAllGather", functions_.allGather, in.bytes, in.data, out[0].data, in.bytes,
                   kBytes);
     }
-    MYCOLL_RETURN_IF_ERROR(group());
+    MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int root = 0; root < ranks(); ++root) {
       const Span part = out[root];
       MYCOLL_RETURN_IF_ERROR(broadcast(root == rank() ? in.data : part.data, part, root));
@@ -172,7 +170,7 @@ class Enqueuer {
       return call("ncclGather", functions_.gather, in.bytes, in.data, to, in.bytes, kBytes, root);
     }
     if (rank() != root) return send(in, root);
-    MYCOLL_RETURN_IF_ERROR(group());
+    MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int peer = 0; peer < ranks(); ++peer) {
       if (peer == rank() && out[peer].data == in.data) continue;  // there already
       if (peer == rank()) MYCOLL_RETURN_IF_ERROR(send(in, peer));
@@ -188,7 +186,7 @@ class Enqueuer {
                   root);
     }
     if (rank() != root) return receive(out, root);
-    MYCOLL_RETURN_IF_ERROR(group());
+    MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int peer = 0; peer < ranks(); ++peer) {
       if (peer == rank() && in[peer].data == out.data) continue;  // there already
       MYCOLL_RETURN_IF_ERROR(send(in[peer], peer));
@@ -202,7 +200,7 @@ class Enqueuer {
       return call("ncclAlltoAll", functions_.alltoAll, in[0].bytes, in[0].data, out[0].data,
                   in[0].bytes, kBytes);
     }
-    MYCOLL_RETURN_IF_ERROR(group());
+    MYCOLL_RETURN_IF_ERROR(issue_.group());
     // Starts with the next rank, so that not all ranks send to rank 0 first.
     for (int step = 0; step < ranks(); ++step) {
       const int to = (rank() + step) % ranks(), from = (rank() - step + ranks()) % ranks();

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/log.h"
+#include "base/wait.h"
 #include "nccl/cudart.h"
 #include "nccl/issue.h"
 
@@ -164,7 +165,7 @@ Status Comm::late(const char* function, Deadline::Clock::time_point since) const
 Status Comm::settle(const char* function, RawComm* comm, Deadline deadline, const Check& check) {
   const auto since = Deadline::Clock::now();
   auto nextCheck = since + kCheckInterval;
-  for (int poll = 0;; ++poll) {
+  for (DevicePause pause;; pause.rest()) {
     {
       std::lock_guard<std::mutex> lock(inspect_);
       // Past this check no thread frees the handle while inspect_ is locked.
@@ -180,7 +181,6 @@ Status Comm::settle(const char* function, RawComm* comm, Deadline deadline, cons
       if (check) MYCOLL_RETURN_IF_ERROR(check());
       nextCheck = now + kCheckInterval;
     }
-    pauseBefore(poll);
   }
 }
 
@@ -405,36 +405,33 @@ Status Comm::managed(const char* function, bool isThere,
   return status.code() == Code::kTimeout ? fail(std::move(status)) : status;
 }
 
-Status Comm::registerBuffer(void* memory, size_t bytes, void** handle) {
-  const auto made = std::make_shared<void*>(nullptr);
-  const auto function = library_.functions().commRegister;
-  MYCOLL_RETURN_IF_ERROR(managed("ncclCommRegister", function != nullptr, [=](RawComm* comm) {
-    return function(comm, memory, bytes, made.get());
-  }));
-  *handle = *made;
-  return {};
+Status Comm::registerMemory(void* memory, size_t bytes, bool isSymmetric, Registration* made) {
+  const auto kept = std::make_shared<Registration>();  // a late call may still write to it
+  const Functions& nccl = library_.functions();
+  const Status status =
+      isSymmetric
+          ? managed("ncclCommWindowRegister", nccl.commWindowRegister != nullptr,
+                    [=, &nccl](RawComm* comm) {
+                      return nccl.commWindowRegister(comm, memory, bytes, &kept->window,
+                                                     kWindowSymmetric);
+                    })
+          : managed("ncclCommRegister", nccl.commRegister != nullptr, [=, &nccl](RawComm* comm) {
+              return nccl.commRegister(comm, memory, bytes, &kept->buffer);
+            });
+  if (status.ok()) *made = *kept;
+  return status;
 }
 
-Status Comm::deregisterBuffer(void* handle) {
-  const auto function = library_.functions().commDeregister;
-  return managed("ncclCommDeregister", function != nullptr,
-                 [=](RawComm* comm) { return function(comm, handle); });
-}
-
-Status Comm::registerWindow(void* memory, size_t bytes, int flags, Window** window) {
-  const auto made = std::make_shared<Window*>(nullptr);
-  const auto function = library_.functions().commWindowRegister;
-  MYCOLL_RETURN_IF_ERROR(managed("ncclCommWindowRegister", function != nullptr, [=](RawComm* comm) {
-    return function(comm, memory, bytes, made.get(), flags);
-  }));
-  *window = *made;
-  return {};
-}
-
-Status Comm::deregisterWindow(Window* window) {
-  const auto function = library_.functions().commWindowDeregister;
-  return managed("ncclCommWindowDeregister", function != nullptr,
-                 [=](RawComm* comm) { return function(comm, window); });
+Status Comm::deregister(const Registration& made) {
+  const Functions& nccl = library_.functions();
+  if (made.buffer != nullptr) {
+    return managed("ncclCommDeregister", nccl.commDeregister != nullptr,
+                   [=, &nccl](RawComm* comm) { return nccl.commDeregister(comm, made.buffer); });
+  }
+  if (made.window == nullptr) return {};
+  return managed(
+      "ncclCommWindowDeregister", nccl.commWindowDeregister != nullptr,
+      [=, &nccl](RawComm* comm) { return nccl.commWindowDeregister(comm, made.window); });
 }
 
 Status Comm::allocate(const Library& library, size_t bytes, void** memory) {
@@ -453,7 +450,6 @@ Status Comm::free(const Library& library, void* memory) {
 // --- ending
 
 Status Comm::abort(Deadline deadline, Status why) {
-  if (state() == State::kClosed) return {};
   beginAbort(std::move(why));
   std::unique_lock<std::mutex> lock(stateMutex_);
   if (state() == State::kClosed) return {};

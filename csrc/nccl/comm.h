@@ -112,12 +112,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   // --- memory of this communicator, for zero-copy transfers. Deregister memory before freeing it.
 
-  Status registerBuffer(void* memory, size_t bytes, void** handle);
-  Status deregisterBuffer(void* handle);
-  // On all ranks, in the same order, with the same size: memory from allocate(), aligned to
-  // kWindowAlignment.
-  Status registerWindow(void* memory, size_t bytes, int flags, Window** window);
-  Status deregisterWindow(Window* window);
+  struct Registration {  // both null: there is none
+    void* buffer = nullptr;
+    Window* window = nullptr;
+  };
+  // isSymmetric: makes a window, or none where NCCL cannot. On all ranks, in the same order, with
+  // the same size: memory from allocate(), aligned to kWindowAlignment.
+  Status registerMemory(void* memory, size_t bytes, bool isSymmetric, Registration* made);
+  Status deregister(const Registration& made);
 
   // NCCL's allocator: memory that can be registered. Needs ncclMemAlloc.
   static Status allocate(const Library& library, size_t bytes, void** memory);

@@ -1,36 +1,20 @@
 #include "nccl/issue.h"
 
-#include <chrono>
-#include <thread>
+#include <utility>
 
 #include "base/wait.h"
 
 namespace mycoll::nccl {
 
-void pauseBefore(int poll) {
-  if (poll < 100) {
-    cpuRelax();
-  } else if (poll < 200) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(std::chrono::microseconds(poll < 400 ? 50 : 1000));
-  }
-}
-
 Issue::Issue(Comm& comm) : comm_(comm) {
   lock_ = std::unique_lock<std::mutex>(comm_.issue_, std::try_to_lock);
   // Not lock(): the thread that holds it may hang in NCCL, and abort() must end our wait.
-  for (int poll = 0; !lock_.owns_lock(); ++poll) {
+  for (DevicePause pause; !lock_.owns_lock(); (void)lock_.try_lock()) {
     if (comm_.state() != Comm::State::kReady) break;
-    pauseBefore(poll);
-    (void)lock_.try_lock();
+    pause.rest();
   }
   if (comm_.state() == Comm::State::kReady) handle_ = comm_.handle();
   if (handle_ == nullptr) status_ = comm_.unusable();
-}
-
-Issue::~Issue() {
-  if (!isEnded_) (void)end().ok();
 }
 
 Status Issue::group() {
@@ -51,14 +35,8 @@ Status Issue::take(Result result, const char* function) {
 }
 
 Status Issue::end() {
-  if (isEnded_) return status_;
-  isEnded_ = true;
-  if (isGrouped_) {
-    isGrouped_ = false;
-    // Also after an error: the group's depth belongs to the thread.
-    const Result result = functions().groupEnd();
-    (void)take(result, "ncclGroupEnd").ok();
-  }
+  // Also after an error: the group's depth belongs to the thread.
+  if (std::exchange(isGrouped_, false)) (void)take(functions().groupEnd(), "ncclGroupEnd");
   return status_;
 }
 

@@ -14,7 +14,7 @@ namespace mycoll::nccl {
 class Issue {
  public:
   explicit Issue(Comm& comm);
-  ~Issue();  // ends the group if end() was not called; its error is then only in cause()
+  ~Issue() { (void)end(); }  // an error of an end() that was not called is then only in cause()
   Issue(const Issue&) = delete;
   Issue& operator=(const Issue&) = delete;
 
@@ -42,11 +42,6 @@ class Issue {
   RawComm* handle_ = nullptr;
   Status status_;
   bool isGrouped_ = false;
-  bool isEnded_ = false;
 };
-
-// Pauses before the given check of NCCL's background work: briefly at first, as most of it is
-// short.
-void pauseBefore(int poll);
 
 }  // namespace mycoll::nccl

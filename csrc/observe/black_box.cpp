@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -162,10 +161,8 @@ void BlackBox::open() {
   box_ = new (head_ + kBoxAt) Box{};
   box_->pid = processId();
   box_->rank.store(-1);
-  timespec realtime;
-  clock_gettime(CLOCK_REALTIME, &realtime);
-  box_->realtimeOffset =
-      realtime.tv_sec * int64_t{1'000'000'000} + realtime.tv_nsec - steadyNanos();
+  const std::chrono::nanoseconds realtime = std::chrono::system_clock::now().time_since_epoch();
+  box_->realtimeOffset = realtime.count() - steadyNanos();
   std::strncpy(box_->host, hostName().c_str(), sizeof(box_->host) - 1);
   std::strncpy(box_->version, version(), sizeof(box_->version) - 1);
   describe();
@@ -233,7 +230,7 @@ GroupState* BlackBox::take() {
   } else {
     area = returned_.front();
     returned_.pop_front();
-    put(area->phase, static_cast<uint32_t>(GroupPhase::kUnused));
+    put(area->phase, GroupPhase::kUnused);
     for (uint32_t i = 0; i < capacity_; ++i) put(entriesOf(area)[i].id, uint64_t{0});
   }
   new (area) GroupState{};

@@ -21,9 +21,8 @@
 // child's), and makes its own.
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -66,12 +65,11 @@ struct alignas(64) Entry {
   std::atomic<uint64_t> signature[3];  // a Signature, as the ranks compare it
   std::atomic<int32_t> peer;           // of a message: the other rank; -1: any
   std::atomic<uint32_t> site;          // 0: not known
-  std::atomic<uint8_t> state;
+  std::atomic<OpState> state;
   std::atomic<uint8_t> flags;  // kIs...
 };
 static_assert(sizeof(Entry::signature) == sizeof(Signature));
 static_assert(sizeof(Entry) == 128);
-inline bool isOver(const Entry& entry) { return isOver(static_cast<OpState>(get(entry.state))); }
 
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;
@@ -92,7 +90,7 @@ struct GroupState {
   static constexpr size_t kNameBytes = 128;
   static constexpr size_t kFailureBytes = 1024;
 
-  std::atomic<uint32_t> phase;
+  std::atomic<GroupPhase> phase;
   std::atomic<uint32_t> capacity;
   std::atomic<int32_t> rank;
   std::atomic<int32_t> ranks;
@@ -176,9 +174,7 @@ class BlackBox {
 std::string toContext(uint64_t context);
 
 inline int64_t steadyNanos() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace mycoll

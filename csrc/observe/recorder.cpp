@@ -37,7 +37,7 @@ Operation Operation::ofMessage(const Signature& signature, int peer, uint64_t ta
 void OpRecord::start(int64_t now) const {
   if (!isCurrent() || get(entry_->started) != 0) return;
   put(entry_->started, now);
-  put(entry_->state, static_cast<uint8_t>(OpState::kStarted));
+  put(entry_->state, OpState::kStarted);
 }
 
 void OpRecord::setPeer(int rank) const {
@@ -56,11 +56,11 @@ void OpRecord::finish(bool isOk, int64_t now) const {
   if (isCurrent()) {
     if (get(entry_->started) == 0) put(entry_->started, now);
     put(entry_->ended, now);
-    put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
+    put(entry_->state, isOk ? OpState::kDone : OpState::kFailed);
   }
   if (!group_) return;
-  const bool isClosed = get(group_->context) != context_ ||
-                        get(group_->phase) == static_cast<uint32_t>(GroupPhase::kClosed);
+  const bool isClosed =
+      get(group_->context) != context_ || get(group_->phase) == GroupPhase::kClosed;
   Tally& tally =
       isClosed ? BlackBox::process().ended(kind_) : group_->tallies[static_cast<int>(kind_)];
   // Messages end on any thread, so the tallies are added to atomically.
@@ -85,7 +85,7 @@ GroupRecord::GroupRecord(const std::string& name, uint64_t context, int rank, in
   }
   copyText(state_->name, name);
   box_.join(context, inJob(rank));
-  put(state_->phase, static_cast<uint32_t>(GroupPhase::kOpen));
+  put(state_->phase, GroupPhase::kOpen);
 }
 
 GroupRecord::~GroupRecord() { close(); }
@@ -97,7 +97,8 @@ Entry& GroupRecord::nextEntry() {
     const uint64_t number = state_->written.fetch_add(1, std::memory_order_relaxed);
     Entry& entry = entries[number & (box_.capacity() - 1)];
     // After the first round, an empty entry is being written by another thread.
-    const bool isFree = number < box_.capacity() || (get(entry.id) != 0 && isOver(entry));
+    const bool isFree =
+        number < box_.capacity() || (get(entry.id) != 0 && isOver(get(entry.state)));
     if (isFree || tries == kMaxLeft) return entry;
   }
 }
@@ -128,7 +129,7 @@ OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isSt
   for (size_t i = 0; i < words.size(); ++i) put(entry.signature[i], words[i]);
   put(entry.peer, static_cast<int32_t>(operation.peer));
   put(entry.site, operation.site);
-  put(entry.state, static_cast<uint8_t>(isStarted ? OpState::kStarted : OpState::kQueued));
+  put(entry.state, isStarted ? OpState::kStarted : OpState::kQueued);
   put(entry.flags, operation.flags);
   put(entry.id, id);
   return record;
@@ -158,9 +159,9 @@ void GroupRecord::describe(const std::string& text) {
 
 void GroupRecord::fail(const Status& cause) {
   MutexLock lock(mutex_);
-  if (isClosed_.load() || get(state_->phase) != static_cast<uint32_t>(GroupPhase::kOpen)) return;
+  if (isClosed_.load() || get(state_->phase) != GroupPhase::kOpen) return;
   copyText(state_->failure, cause.message());
-  put(state_->phase, static_cast<uint32_t>(GroupPhase::kFailed));
+  put(state_->phase, GroupPhase::kFailed);
   if (cause.code() != Code::kAborted) TraceFile::want();
 }
 
@@ -168,7 +169,7 @@ void GroupRecord::close() {
   {
     MutexLock lock(mutex_);
     if (isClosed_.exchange(true)) return;
-    put(state_->phase, static_cast<uint32_t>(GroupPhase::kClosed));
+    put(state_->phase, GroupPhase::kClosed);
   }
   box_.giveBack(state_);
 }

@@ -40,7 +40,7 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
         if (c.kind == OpKind::kBroadcast) {
           if (group.rank() == root) out[0] = in;
         } else {
-          c.in = Spans(c.kind == OpKind::kAllToAll ? ranks : 1, span(in));
+          c.in = spans(c.kind == OpKind::kAllToAll ? ranks : 1, span(in));
         }
         for (int rank = 0; rank < (isMany ? ranks : 1); ++rank) c.out.push_back(span(out[rank]));
         if (c.kind == OpKind::kReduce && group.rank() != root) c.out = {};

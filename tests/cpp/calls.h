@@ -34,6 +34,12 @@ inline Span span(std::vector<int32_t>& values, size_t from, size_t count) {
   return {values.data() + from, count * 4};
 }
 
+inline Spans spans(size_t count, const Span& each) {
+  Spans all;
+  for (size_t i = 0; i < count; ++i) all.push_back(each);
+  return all;
+}
+
 inline Call call(OpKind kind) {
   Call result;
   result.kind = kind;

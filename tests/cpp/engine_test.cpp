@@ -494,10 +494,10 @@ TEST(Engine, emptyCallsAreCompared) {
         const bool isMany = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
         const bool isRooted = kind == OpKind::kBroadcast || kind == OpKind::kReduce;
         if (isRooted) c.root = 0;
-        if (kind != OpKind::kBroadcast) c.in = Spans(isMany ? 3 : 1, {});
+        if (kind != OpKind::kBroadcast) c.in = spans(isMany ? 3 : 1, {});
         const bool isOther = kind == OpKind::kReduce && group.rank() != c.root;
         const bool isList = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
-        c.out = Spans(isList ? 3 : isOther ? 0 : 1, {});
+        c.out = spans(isList ? 3 : isOther ? 0 : 1, {});
         if (group.rank() == 1) c.dtype = DType::kFloat32;
         Status status = run(group, c);
         if (status.ok()) status = run(group, call(OpKind::kBarrier));

@@ -355,13 +355,14 @@ TEST(NcclLacks, saysWhichFunction) {
   World world(standIn, 1);
   Comm& comm = *world[0].comm;
   void* memory = nullptr;
-  Window* window = nullptr;
+  Comm::Registration made;
   for (const auto& [status, function] :
        {std::pair(comm.split(0, 0, nullptr, patient(), nullptr), "ncclCommSplit"),
-        {comm.registerBuffer(nullptr, 1, &memory), "ncclCommRegister"},
-        {comm.deregisterBuffer(nullptr), "ncclCommDeregister"},
-        {comm.registerWindow(nullptr, 1, 0, &window), "ncclCommWindowRegister"},
-        {comm.deregisterWindow(nullptr), "ncclCommWindowDeregister"},
+        {comm.registerMemory(nullptr, 1, false, &made), "ncclCommRegister"},
+        {comm.deregister({&memory, nullptr}), "ncclCommDeregister"},
+        {comm.registerMemory(nullptr, 1, true, &made), "ncclCommWindowRegister"},
+        {comm.deregister({nullptr, reinterpret_cast<Window*>(&memory)}),
+         "ncclCommWindowDeregister"},
         {Comm::allocate(standIn.library(), 1, &memory), "ncclMemAlloc"},
         {Comm::free(standIn.library(), nullptr), "ncclMemFree"}}) {
     EXPECT_EQ(status.code(), Code::kUnsupported);
@@ -377,18 +378,18 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
     void* memory = nullptr;
     ASSERT_OK(Comm::allocate(standIn.library(), 10000, &memory));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kWindowAlignment, 0);
-    void* handle = nullptr;
-    ASSERT_OK(rank.comm->registerBuffer(memory, 10000, &handle));
-    Window* window = nullptr;
-    ASSERT_OK(rank.comm->registerWindow(memory, 10000, kWindowSymmetric, &window));
-    EXPECT(handle != nullptr && window != nullptr);
-    EXPECT_OK(rank.comm->deregisterWindow(window));
-    EXPECT_OK(rank.comm->deregisterBuffer(handle));
-    EXPECT(contains(rank.comm->deregisterBuffer(handle), "ncclCommDeregister failed on rank"));
+    Comm::Registration buffer, window;
+    ASSERT_OK(rank.comm->registerMemory(memory, 10000, /*isSymmetric=*/false, &buffer));
+    ASSERT_OK(rank.comm->registerMemory(memory, 10000, /*isSymmetric=*/true, &window));
+    EXPECT(buffer.buffer != nullptr && window.window != nullptr);
+    EXPECT_OK(rank.comm->deregister(window));
+    EXPECT_OK(rank.comm->deregister(buffer));
+    EXPECT(contains(rank.comm->deregister(buffer), "ncclCommDeregister failed on rank"));
+    EXPECT_OK(rank.comm->deregister({}));
     EXPECT_OK(Comm::free(standIn.library(), memory));
     EXPECT(contains(Comm::free(standIn.library(), memory), "ncclMemFree failed"));
     int onHost = 0;
-    EXPECT(!rank.comm->registerBuffer(&onHost, 4, &handle).ok());
+    EXPECT(!rank.comm->registerMemory(&onHost, 4, /*isSymmetric=*/false, &buffer).ok());
     EXPECT_EQ(rank.comm->state(), State::kReady);
   });
 }
@@ -402,8 +403,9 @@ TEST(NcclMemory, aLateCallEndsTheCommunicator) {
   Rank& rank = world[0];
   Buffer data(filled(1), rank.stream);
   void* const gate = mycoll_standin_gate_close(rank.stream);
-  void* handle = nullptr;
-  const Status status = rank.comm->registerBuffer(data.span().data, data.span().bytes, &handle);
+  Comm::Registration made;
+  const Status status = rank.comm->registerMemory(data.span().data, data.span().bytes,
+                                                  /*isSymmetric=*/false, &made);
   EXPECT_EQ(status.code(), Code::kTimeout);
   EXPECT(contains(status, "ncclCommRegister timed out"));
   EXPECT_EQ(rank.comm->state(), State::kFailed);

@@ -93,6 +93,32 @@ def test_a_dead_rank_is_named(fresh_device_world, path):
     others_hear_of_rank_1(world)
 
 
+def no_id(ctx: Ctx) -> tuple[str, float]:
+    """The rank that asks NCCL for the id of a pair gets none."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    if ctx.rank == 0:
+        device.tell_nccl("fail=id")
+    dist.barrier()
+    started, text = time.monotonic(), ""
+    try:
+        (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
+    except dist.DistBackendError as error:
+        text = str(error)
+    took = time.monotonic() - started
+    wait_for_all(ctx)
+    return text, took
+
+
+def test_an_id_that_fails_is_heard_by_both_ranks(fresh_device_world, request):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to fail")
+    for text, took in fresh_device_world(2, "nccl").run(no_id):
+        assert "ncclGetUniqueId failed" in text, text
+        assert took < SOON, f"{took:.1f} s until: {text}"
+
+
 def hang_in_nccl(ctx: Ctx, how: str) -> str:
     """NCCL's enqueue waits for the other rank, as the first message to it does; that rank dies."""
     x = full(ctx, 1)

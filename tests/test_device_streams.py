@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs.streams import after_the_current_stream, host_goes_on
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import arith
 from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
 from worlds.worker import Ctx
@@ -107,6 +108,30 @@ def barrier_waits(ctx: Ctx) -> None:
     is_all(ctx, x, 3 * ctx.size)
 
 
+def barrier_waits_for_copies(ctx: Ctx) -> None:
+    """Also for an operation whose last work is on a stream, and not done."""
+    warm_up(ctx)
+    for _ in range(20):
+        work = dist.all_reduce(full(ctx, 1), async_op=True)
+        future = work.get_future()
+        while not future.done():  # it becomes so when that work is on the stream
+            time.sleep(0.0001)
+        dist.barrier()
+        ctx.equal(work.is_completed(), True, "completed at the end of the barrier")
+
+
+def chained_without_a_wait(ctx: Ctx) -> None:
+    """The asynchronous operations of a group have the order of their calls on the device, too."""
+    warm_up(ctx)
+    for _ in range(10):
+        x = full(ctx, 1)
+        works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+        works[-1].wait()
+        is_all(ctx, x, ctx.size**3)
+        for work in works[:-1]:
+            work.wait()
+
+
 def slow_callback(ctx: Ctx) -> None:
     """What is chained to one result does not keep others waiting."""
     called = threading.Event()
@@ -151,6 +176,8 @@ JOBS = (
     block_current_stream,
     works_end_unwaited,
     barrier_waits,
+    barrier_waits_for_copies,
+    chained_without_a_wait,
     slow_callback,
     futures,
 )
@@ -402,6 +429,26 @@ def operations_of_callbacks(ctx: Ctx, where: str) -> None:
 @pytest.mark.worlds(2)
 def test_operations_of_callbacks(device_world, where):
     device_world.run(operations_of_callbacks, where)
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"the program's mode was asked for {func}")
+
+
+def under_a_mode(ctx: Ctx) -> None:
+    """What mycoll does for itself is not shown to the program's dispatch modes."""
+    backend = dist.group.WORLD._get_backend(ctx.device)
+    x = full(ctx, ctx.rank)
+    with Refusing():
+        work = backend.send([x], 1, 0) if ctx.rank == 0 else backend.recv([x], 0, 0)
+        work.wait()
+    is_all(ctx, x, 0)
+
+
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_a_message_under_a_dispatch_mode(fresh_device_world, path):
+    fresh_device_world(2, path).run(under_a_mode)
 
 
 # --- several devices of one rank

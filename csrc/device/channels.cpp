@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "backend/errors.h"
+#include "backend/plain_dispatch.h"
 #include "base/log.h"
 #include "nccl/collectives.h"
 #include "nccl/library.h"
@@ -146,7 +147,9 @@ Channel Channels::ofPair(c10::Device device, int peer) {
   Communicator& control = *place_.control;
   const auto id = std::make_shared<nccl::UniqueId>();
   const bool isLower = place_.rank < peer;
-  if (isLower) throwIfFailed(nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
+  if (isLower) {
+    throwUnlessConnected(place_, nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
+  }
   const Message message{{id.get(), sizeof(*id)}, peer, kPairTag, DType::kUInt8};
   const OpPtr exchanged = isLower ? control.send(message, id, /*willWait=*/true, kNoDeadline)
                                   : control.recv(message, id, /*willWait=*/true, kNoDeadline);
@@ -166,6 +169,7 @@ Channel Channels::ofPair(c10::Device device, int peer) {
 // buffer. It also blocks the calling thread until the other rank has connected. So before the first
 // message, each rank sends one byte to the other.
 void Channels::connectBothWays(const Channel& channel, int peer) const {
+  const PlainDispatch plain;
   const c10::StreamGuard guard(channel.stream);
   const at::Tensor bytes =
       at::empty({2}, at::TensorOptions(at::kByte).device(channel.stream.device()));

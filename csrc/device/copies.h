@@ -20,6 +20,7 @@ namespace mycoll {
 // Returns pinned memory, or ordinary memory if the device has none.
 inline at::Tensor emptyPinned(size_t bytes) {
   const auto count = static_cast<int64_t>(bytes);
+  const PlainDispatch plain;
   const nccl::RelaxedCapture relaxed;
   try {
     return at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(true));
@@ -65,7 +66,7 @@ Status copyingFor(DeviceOperation& operation, const c10::Stream& stream, const C
   if (!use.isAllowed()) return operation.status();
   return copying(stream.device(), [&] {
     const c10::StreamGuard guard(stream);
-    use.setEnd(stream, copies());
+    use.setEnd(copies());
   });
 }
 

@@ -37,7 +37,7 @@ class Fence final : public Condition {
   }
 
   std::vector<EventPtr> events;
-  std::vector<DeviceOperationPtr> operations;  // that were not on a stream yet
+  std::vector<DeviceOperationPtr> operations;  // that no event follows
 };
 
 }  // namespace
@@ -64,11 +64,8 @@ DeviceGroup::DeviceGroup(DevicePlace place)
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
 std::string DeviceGroup::path() const {
-  switch (choice_.known()) {
-    case DevicePath::kNccl: return "nccl";
-    case DevicePath::kHost: return "host";
-    default: return "";
-  }
+  const DevicePath path = choice_.known();
+  return path == DevicePath::kNccl ? "nccl" : path == DevicePath::kHost ? "host" : "";
 }
 
 // While it lives, its thread waits for other ranks outside of any operation: a failure of the
@@ -214,7 +211,7 @@ DeviceGroup::WorkPtr DeviceGroup::launch(Requests requests, at::TensorList outpu
 
 std::shared_ptr<Condition> DeviceGroup::fence() {
   auto fence = std::make_shared<Fence>();
-  fence->operations = watched_.queued();
+  fence->operations = watched_.besideChannels();
   std::vector<c10::Stream> streams;
   for (const c10::Device device : watched_.devices()) streams.push_back(currentStream(device));
   channels_.addStreams(&streams);
@@ -238,9 +235,10 @@ Status DeviceGroup::waitFor(Condition& fence) const {
 // ---- watching -----------------------------------------------------------------------------------
 
 void DeviceGroup::watch(Watched watched) {
-  // If the device does everything, its end may be detected later: waking a thread for every
-  // operation would cost more than the operation. The host path's next step waits for the watchdog.
-  const bool isUrgent = choice_.known() != DevicePath::kNccl;
+  // If the device does everything, its end may be detected later, unless a function waits for it:
+  // waking a thread for every operation would cost more than the operation. The host path's next
+  // step waits for the watchdog.
+  const bool isUrgent = choice_.known() != DevicePath::kNccl || watched.onOver;
   const bool isFirst = watched_.add(std::move(watched));
   if (isFirst || isUrgent) Watchdog::get().add(shared_from_this(), isUrgent);
 }
@@ -268,12 +266,6 @@ void DeviceGroup::watchMessages(const DeviceOperationPtr& operation, Requests re
 void DeviceGroup::watchCaptured(const c10::Stream& stream) {
   captured_.add(stream);
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/false);
-}
-
-void DeviceGroup::onOver(const DeviceOperationPtr& operation,
-                         std::function<void(const Status&)> fn) {
-  watched_.add({.operation = operation, .isMessage = true, .onOver = std::move(fn)});
-  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
 bool DeviceGroup::needsWatch() const {

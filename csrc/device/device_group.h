@@ -67,9 +67,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void close(Deadline deadline) override;
   void detach() override;
 
-  // Runs fn once on the watchdog (it must not block) when the operation is over.
-  void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
-
   // The watchdog watches it from now on.
   void watch(Watched watched);
 

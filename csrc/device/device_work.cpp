@@ -150,12 +150,14 @@ c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
   resultFuture_ = future;
   lock.unlock();
-  group_->onOver(operation_, [future, type = opType_](const Status& status) mutable {
-    const auto result = static_cast<int64_t>(toWorkResult(status));
-    CallbackPool::get().post([future = std::move(future), result, type] {
-      runCallbacks(type, [&] { future->markCompleted(c10::IValue(result)); });
-    });
-  });
+  const auto onOver =
+      std::make_shared<OnOver>([future, type = opType_](const Status& status) mutable {
+        const auto result = static_cast<int64_t>(toWorkResult(status));
+        CallbackPool::get().post([future = std::move(future), result, type] {
+          runCallbacks(type, [&] { future->markCompleted(c10::IValue(result)); });
+        });
+      });
+  group_->watch({.operation = operation_, .isMessage = true, .onOver = onOver});
   return future;
 }
 

@@ -78,7 +78,7 @@ class Chunks {
   HostStaging::Buffer& buffer(uint64_t chunk) const { return all_.staging->buffers[chunk % 2]; }
 
   Status copyIn(uint64_t chunk) const {
-    return copyingFor(*all_.operation, all_.inward, [&] {
+    return copyingFor(*all_.operation, all_.stream, [&] {
       HostStaging::Buffer& to = buffer(chunk);
       grow(to.in, reads_.size() * bytes_);
       for (size_t i = 0; i < reads_.size(); ++i) {
@@ -87,12 +87,12 @@ class Chunks {
         slice(to.in, i * bytes_, part.bytes)
             .copy_(bytesOnDevice(part, all_.operation->device()), /*non_blocking=*/true);
       }
-      return to.copiedIn = recordEvent(all_.inward);
+      return to.copiedIn = recordEvent(all_.stream);
     });
   }
 
   Status copyOut(uint64_t chunk) const {
-    return copyingFor(*all_.operation, all_.outward, [&] {
+    return copyingFor(*all_.operation, all_.stream, [&] {
       HostStaging::Buffer& from = buffer(chunk);
       for (size_t i = 0; i < writes_.size(); ++i) {
         const Span part = partOf(writes_[i], bytes_, chunk);
@@ -100,7 +100,7 @@ class Chunks {
         bytesOnDevice(part, all_.operation->device())
             .copy_(slice(from.out, i * bytes_, part.bytes), /*non_blocking=*/true);
       }
-      return from.copiedOut = recordEvent(all_.outward);
+      return from.copiedOut = recordEvent(all_.stream);
     });
   }
 
@@ -176,21 +176,14 @@ Task runCall(const HostCollective& all, const Call& call, CollectiveRunner& runn
 }
 
 Status begin(const HostCollective& all) {
-  return copying(all.operation->device(), [&] {
-    block(*all.ready, all.inward);
-    block(*all.ready, all.outward);
-  });
+  return copying(all.operation->device(), [&] { block(*all.ready, all.stream); });
 }
 
 Status end(const HostCollective& all) {
-  return copyingFor(*all.operation, all.outward, [&] {
-    // Before the caller may write to what was read.
-    for (const HostStaging::Buffer& buffer : all.staging->buffers) {
-      if (buffer.copiedIn) block(*buffer.copiedIn, all.outward);
-    }
+  return copyingFor(*all.operation, all.stream, [&] {
     copyBackOnDevice(all.copyBacks);
-    EventPtr ended = recordEvent(all.outward, all.operation->isTimed());
-    all.operation->setEnqueued(all.outward, ended);
+    EventPtr ended = recordEvent(all.stream, all.operation->isTimed());
+    all.operation->setEnqueued(all.stream, ended);
     return ended;
   });
 }

@@ -46,8 +46,7 @@ struct HostCollective {
   const int ranks;
   const std::vector<Call> calls;
   const CopyBacks copyBacks;
-  const c10::Stream inward;
-  const c10::Stream outward;
+  const c10::Stream stream;  // of all copies: see HostPath
 };
 
 // The task. Its frame keeps `all` alive.

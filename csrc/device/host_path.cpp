@@ -115,11 +115,6 @@ struct HostPath::Outgoing {
   std::chrono::milliseconds timeout{0};
 };
 
-HostPath::HostPath(const DevicePlace& place)
-    : place_(place),
-      staging_(std::make_shared<HostStaging>()),
-      queued_(std::make_shared<std::atomic<int>>(0)) {}
-
 DeviceOperationPtr HostPath::launch(DeviceGroup& group, Requests requests, bool isTimed) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
@@ -160,8 +155,6 @@ DeviceOperationPtr HostPath::launchOne(DeviceGroup& group, Request& request, boo
   const c10::Stream caller = currentStream(request.device);
   auto operation = std::make_shared<DeviceOperation>(request.caller.function, caller);
   if (isTimed) operation->setStarted(ready);
-  queued_->fetch_add(1, std::memory_order_relaxed);
-  operation->onEnqueued([queued = queued_] { queued->fetch_sub(1, std::memory_order_relaxed); });
   const OpKind kind = request.calls.front().kind;
   try {
     if (kind == OpKind::kSend) {
@@ -182,10 +175,14 @@ DeviceOperationPtr HostPath::launchOne(DeviceGroup& group, Request& request, boo
 void HostPath::launchCollective(Request& request, const DeviceOperationPtr& operation,
                                 EventPtr ready) {
   operation->keep(request.takeKept());
-  const auto all = std::shared_ptr<HostCollective>(new HostCollective{
-      staging_, operation, std::move(ready), place_.rank, place_.ranks,
-      std::vector<Call>(request.calls.begin(), request.calls.end()), std::move(request.copyBacks),
-      sideStream(request.device), sideStream(request.device)});
+  MutexLock lock(mutex_);
+  const c10::Stream stream =
+      streams_.try_emplace(request.device.index(), sideStream(request.device)).first->second;
+  lock.unlock();
+  const auto all = std::shared_ptr<HostCollective>(
+      new HostCollective{staging_, operation, std::move(ready), place_.rank, place_.ranks,
+                         std::vector<Call>(request.calls.begin(), request.calls.end()),
+                         std::move(request.copyBacks), stream});
   const OpPtr op = place_.host->submitComposite(
       request.calls.front().kind,
       [all](CollectiveRunner& runner) { return runThroughHost(all, runner); }, operation,
@@ -229,7 +226,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
                            call.opaqueType, span.bytes},
                    place_.timeoutOf(request)}));
     }
-    use.setEnd(stream, pieces.back()->copied);
+    use.setEnd(pieces.back()->copied);
   }
   MutexLock lock(mutex_);
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
@@ -283,9 +280,10 @@ bool HostPath::advance() {
       if (isLast) piece->operation->setEnqueued(piece->stream, piece->copied);
     });
   }
-  if (queued_->load(std::memory_order_relaxed) == 0) return false;
-  place_.host->advance();
-  return true;
+  const bool hasCollectives = !place_.host->queue().isEmpty();
+  if (hasCollectives) place_.host->advance();
+  MutexLock lock(mutex_);
+  return hasCollectives || !outgoing_.empty();
 }
 
 }  // namespace mycoll

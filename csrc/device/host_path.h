@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -31,7 +32,7 @@ class DeviceGroup;
 
 class HostPath {
  public:
-  explicit HostPath(const DevicePlace& place);
+  explicit HostPath(const DevicePlace& place) : place_(place) {}
 
   // requests: one, or those of a batch, in order, for which the operation stands.
   DeviceOperationPtr launch(DeviceGroup& group, Requests requests, bool isTimed);
@@ -49,12 +50,12 @@ class HostPath {
   void receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
 
   const DevicePlace& place_;
-  const std::shared_ptr<HostStaging> staging_;
-  // Number of operations that are not yet on their streams, which may outlive the path.
-  const std::shared_ptr<std::atomic<int>> queued_;
-
+  const std::shared_ptr<HostStaging> staging_ = std::make_shared<HostStaging>();
   std::atomic<uint64_t> longMessages_{0};  // sent so far
   Mutex mutex_;
+  // Of the collectives, one for each device: their copies have the order of the calls, as have
+  // NCCL's collectives.
+  std::map<c10::DeviceIndex, c10::Stream> streams_ GUARDED_BY(mutex_);
   // Pieces that are being copied from the device, in the order of the calls. Only advance() removes
   // them.
   std::deque<std::shared_ptr<Outgoing>> outgoing_ GUARDED_BY(mutex_);

@@ -130,7 +130,7 @@ DeviceOperationPtr DeviceGroup::launchOnNccl(Requests requests, bool isTimed, bo
   // After a failure: follows what NCCL has enqueued.
   const auto endUse = [&] {
     if (isCaptured) return;
-    (void)copying(first.device, [&] { use.setEnd(stream, recordEvent(stream)); });
+    (void)copying(first.device, [&] { use.setEnd(recordEvent(stream)); });
   };
   if (!status.ok()) {
     endUse();
@@ -153,7 +153,7 @@ DeviceOperationPtr DeviceGroup::launchOnNccl(Requests requests, bool isTimed, bo
     endUse();
     throw;
   }
-  use.setEnd(stream, ended);
+  use.setEnd(ended);
   operation->setEnqueued(stream, std::move(ended));
   return operation;
 }

@@ -1,6 +1,5 @@
 #include "device/operation.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/wait.h"
@@ -25,16 +24,9 @@ DeviceOperation::StreamUse::StreamUse(DeviceOperation& operation)
 
 DeviceOperation::StreamUse::~StreamUse() {
   if (!isAllowed_) return;
-  EventPtr earlier;
   MutexLock lock(operation_.mutex_);
   --operation_.uses_;
-  if (!end_ || operation_.kept_.empty()) return;
-  for (auto& [stream, end] : operation_.useEnds_) {
-    if (stream != end_->first) continue;
-    earlier = std::exchange(end, std::move(end_->second));
-    return;
-  }
-  operation_.useEnds_.push_back(std::move(*end_));
+  if (end_ && !operation_.kept_.empty()) std::swap(operation_.lastUse_, end_);
 }
 
 void DeviceOperation::keep(Kept memory) {
@@ -167,15 +159,14 @@ Kept DeviceOperation::release() {
 }
 
 bool DeviceOperation::releaseUnused(Kept* released) {
-  decltype(useEnds_) ends;
+  EventPtr last;
   {
     MutexLock lock(mutex_);
     if (kept_.empty()) return true;
     if (state_ == State::kQueued || uses_ > 0) return false;
-    ends = useEnds_;
+    last = lastUse_;
   }
-  const auto hasEnded = [](const auto& each) { return mycoll::hasPassed(*each.second); };
-  if (!isCaptured_ && !std::all_of(ends.begin(), ends.end(), hasEnded)) return false;
+  if (last && !isCaptured_ && !hasPassed(*last)) return false;
   *released = release();
   return true;
 }

@@ -19,7 +19,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -60,13 +59,14 @@ class DeviceOperation {
     StreamUse& operator=(const StreamUse&) = delete;
     // False: the operation has failed, and nothing may be enqueued any more.
     bool isAllowed() const { return isAllowed_; }
-    // The event follows what was enqueued. Without a call, nothing was enqueued.
-    void setEnd(const c10::Stream& stream, EventPtr end) { end_.emplace(stream, std::move(end)); }
+    // The event follows what was enqueued, on the stream of all uses. Without a call, nothing was
+    // enqueued.
+    void setEnd(EventPtr end) { end_ = std::move(end); }
 
    private:
     DeviceOperation& operation_;
     const bool isAllowed_;
-    std::optional<std::pair<c10::Stream, EventPtr>> end_;
+    EventPtr end_;
   };
 
   // Call these three before anything is enqueued.
@@ -146,9 +146,8 @@ class DeviceOperation {
   EventPtr ended_;
   Status status_;
   Kept kept_ GUARDED_BY(mutex_);
-  int uses_ GUARDED_BY(mutex_) = 0;  // StreamUses that live
-  // The end of the last StreamUse on each stream.
-  c10::SmallVector<std::pair<c10::Stream, EventPtr>, 2> useEnds_ GUARDED_BY(mutex_);
+  int uses_ GUARDED_BY(mutex_) = 0;      // StreamUses that live
+  EventPtr lastUse_ GUARDED_BY(mutex_);  // the end of the last StreamUse
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
   std::shared_ptr<Communicator> communicator_ GUARDED_BY(mutex_);
   OpPtr engineOp_ GUARDED_BY(mutex_);

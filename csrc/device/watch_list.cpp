@@ -66,11 +66,12 @@ std::vector<c10::Device> WatchList::devices() const {
   return devices_;
 }
 
-std::vector<DeviceOperationPtr> WatchList::queued() const {
+std::vector<DeviceOperationPtr> WatchList::besideChannels() const {
   std::vector<DeviceOperationPtr> found;
   MutexLock lock(mutex_);
   forEach([&](const Watched& each) {
-    if (!each.isMessage && !each.operation->isEnqueued()) found.push_back(each.operation);
+    const bool isOnChannel = each.collective && each.operation->isEnqueued();
+    if (!each.isMessage && !isOnChannel) found.push_back(each.operation);
   });
   return found;
 }
@@ -99,7 +100,7 @@ size_t WatchList::takeOverOf(std::deque<Watched>* list, bool isInOrder,
         record.finish(status.ok(), steadyNanos());
       }
     }
-    if (each.onOver) each.onOver(status);
+    if (each.onOver) (*each.onOver)(status);
     lingering_.push_back(operation);
   }
   MutexLock lock(mutex_);

@@ -35,6 +35,8 @@ struct WatchedMessages {
   std::string place() const;  // "train.py:57 in step"; empty: unknown
 };
 
+using OnOver = std::function<void(const Status&)>;
+
 // An operation that is watched.
 struct Watched {
   DeviceOperationPtr operation;
@@ -43,8 +45,8 @@ struct Watched {
   bool isMessage = false;  // or a batch of them
   // Messages on NCCL only.
   std::shared_ptr<const WatchedMessages> messages{};
-  // Called on the watchdog (it must not block) when the operation is over. May be empty.
-  std::function<void(const Status&)> onOver{};
+  // Called once, on the watchdog (it must not block), when the operation is over. May be null.
+  std::shared_ptr<OnOver> onOver{};
 
   std::string place() const;  // as above
 };
@@ -62,9 +64,9 @@ class WatchList {
   // The group's communicator has operations outstanding.
   bool hasOfGroup() const;
   std::vector<c10::Device> devices() const;
-  // Returns the collectives that are not on a stream yet. (The other rank of a message may take
-  // part after a barrier.)
-  std::vector<DeviceOperationPtr> queued() const;
+  // For a barrier: the collectives that are not on a stream of a channel, as those of the host
+  // path. (The other rank of a message may take part after a barrier.)
+  std::vector<DeviceOperationPtr> besideChannels() const;
 
   // --- for the watchdog
 

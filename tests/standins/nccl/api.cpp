@@ -123,6 +123,7 @@ NCCL_API const char* ncclGetLastError(Handle) { return lastComplaint(); }
 NCCL_API Result ncclGetUniqueId(UniqueId* id) {
   count("ncclGetUniqueId");
   if (id == nullptr) return invalid("no room for the id");
+  if (script().fails("id", 0)) return complain(Result::kSystemError, "no id for you");
   return Segment::create(id) ? Result::kSuccess : Result::kSystemError;
 }
 

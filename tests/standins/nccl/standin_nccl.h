@@ -15,7 +15,8 @@
 //                          enqueue  the call does not return
 //                          op       it does, and the stream stands still
 //                          finalize, destroy, abort
-//   fail=init            init fails with an internal error; enqueue: the call returns one
+//   fail=init            init fails with an internal error; enqueue: the call returns one; id:
+//                        ncclGetUniqueId returns a system error
 //   error_after=3        the operations after the third of a communicator never end, and it reports
 //   error=1              this asynchronous error (1: unhandled cuda error)
 //   mismatch=error       what ranks that differ get: an asynchronous error, or by default what NCCL

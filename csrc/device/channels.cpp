@@ -158,17 +158,10 @@ Channel Channels::ofPair(c10::Device device, int peer) {
                            std::to_string(std::max(place_.rank, peer));
   // From here on, an abort of the group ends a call that hangs.
   const Channel channel = add(&ofPairs_, key, join(device, isLower ? 0 : 1, 2, name, *id));
-  connectBothWays(channel, isLower ? 1 : 0);
-  MutexLock lock(mutex_);
-  readyPairs_.insert(key);
-  return channel;
-}
-
-// NCCL connects two ranks at their first message in each direction, and assumes that the other rank
-// receives what one sends: if both send first, each takes the other's send buffer for a receive
-// buffer. It also blocks the calling thread until the other rank has connected. So before the first
-// message, each rank sends one byte to the other.
-void Channels::connectBothWays(const Channel& channel, int peer) const {
+  // NCCL connects two ranks at their first message in each direction, and assumes that the other
+  // rank receives what one sends: if both send first, each takes the other's send buffer for a
+  // receive buffer. It also blocks the calling thread until the other rank has connected. So before
+  // the first message, each rank sends one byte to the other.
   const PlainDispatch plain;
   const c10::StreamGuard guard(channel.stream);
   const at::Tensor bytes =
@@ -176,9 +169,13 @@ void Channels::connectBothWays(const Channel& channel, int peer) const {
   auto* const memory = static_cast<char*>(bytes.mutable_data_ptr());
   nccl::Issue issue(*channel.comm);
   (void)issue.group();
-  (void)nccl::send(issue, {memory, 1}, peer, channel.stream.native_handle());
-  (void)nccl::receive(issue, {memory + 1, 1}, peer, channel.stream.native_handle());
+  const int other = isLower ? 1 : 0;  // the peer's rank in the communicator
+  (void)nccl::send(issue, {memory, 1}, other, channel.stream.native_handle());
+  (void)nccl::receive(issue, {memory + 1, 1}, other, channel.stream.native_handle());
   throwUnlessConnected(place_, issue.end());
+  MutexLock lock(mutex_);
+  readyPairs_.insert(key);
+  return channel;
 }
 
 bool Channels::split(Channels* child, int color, bool isWilling) {

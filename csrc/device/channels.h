@@ -77,8 +77,6 @@ class Channels {
                const nccl::UniqueId& id) const;
   // Ends NCCL's waits: not ok if the group has failed, or a signal must be handled.
   Status interruption() const;
-  // peer: its rank in the communicator.
-  void connectBothWays(const Channel& channel, int peer) const;
   // Adds a channel, or throws if the group has ended while NCCL connected.
   template <typename Map, typename Key>
   Channel add(Map* channels, const Key& key, Channel channel);

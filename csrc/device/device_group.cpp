@@ -199,8 +199,7 @@ DeviceGroup::WorkPtr DeviceGroup::launch(Requests requests, at::TensorList outpu
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
     if (operation->stream() != caller) operation->block(caller);
     operation->release().dropHere();
-    if (!place_.waitsOnHost) return nullptr;
-    throwIfFailed(operation->waitOver(Deadline::never()));
+    if (place_.waitsOnHost) throwIfFailed(operation->waitOver(Deadline::never()));
     return nullptr;
   }
   return c10::make_intrusive<DeviceWork>(
@@ -316,8 +315,6 @@ void DeviceGroup::failLate() {
 }
 
 // ---- failing ------------------------------------------------------------------------------------
-
-Status DeviceGroup::error() const { return place_.error(); }
 
 void DeviceGroup::whenFailed(const std::function<void()>& fn) {
   place_.control->whenFailed(fn);

@@ -60,7 +60,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   uint64_t sequence() const override { return collectives_.load(std::memory_order_relaxed); }
   std::string path() const override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  Status error() const override;
+  Status error() const override { return place_.error(); }
   void whenFailed(const std::function<void()>& fn) override;
   void abort(const std::string& reason) override;
   Status drain(Deadline deadline) const override;

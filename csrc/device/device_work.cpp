@@ -106,8 +106,6 @@ void DeviceWork::throwFailure(const Status& status) const {
   throwStatus(status);
 }
 
-void DeviceWork::synchronize() { wait(kNoTimeout); }
-
 void DeviceWork::abort() {
   enter("Work.abort");
   group_->abort("Work.abort() was called");

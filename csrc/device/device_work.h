@@ -40,7 +40,7 @@ class DeviceWork final : public c10d::Work {
   int sourceRank() const override;
   // With a timeout, the host waits until the operation is over.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override;
+  void synchronize() override { wait(kNoTimeout); }
   void blockCurrentStream() override { synchronize(); }
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

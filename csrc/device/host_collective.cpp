@@ -175,10 +175,6 @@ Task runCall(const HostCollective& all, const Call& call, CollectiveRunner& runn
   co_return Status();
 }
 
-Status begin(const HostCollective& all) {
-  return copying(all.operation->device(), [&] { block(*all.ready, all.stream); });
-}
-
 Status end(const HostCollective& all) {
   return copyingFor(*all.operation, all.stream, [&] {
     copyBackOnDevice(all.copyBacks);
@@ -191,7 +187,8 @@ Status end(const HostCollective& all) {
 }  // namespace
 
 Task runThroughHost(std::shared_ptr<const HostCollective> all, CollectiveRunner& runner) {
-  MYCOLL_CO_RETURN_IF_ERROR(begin(*all));
+  MYCOLL_CO_RETURN_IF_ERROR(
+      copying(all->operation->device(), [&] { block(*all->ready, all->stream); }));
   for (const Call& call : all->calls) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await runCall(*all, call, runner));
   }

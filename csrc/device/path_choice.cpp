@@ -1,6 +1,7 @@
 #include "device/path_choice.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -9,7 +10,6 @@
 #include "backend/errors.h"
 #include "base/bytes.h"
 #include "base/env.h"
-#include "base/mutex.h"
 #include "base/text.h"
 #include "base/topology.h"
 #include "device/channels.h"
@@ -22,13 +22,6 @@ namespace {
 
 // The tag of the messages of two ranks that agree on a path; users' tags are smaller.
 constexpr uint64_t kPathTag = uint64_t{1} << 48;
-
-template <size_t kSize>
-void put(char (&field)[kSize], const std::string& text) {
-  const size_t length = std::min(text.size(), kSize - 1);
-  std::memcpy(field, text.data(), length);
-  field[length] = '\0';
-}
 
 bool isSet(const char* variable) {
   const char* value = std::getenv(variable);
@@ -95,11 +88,10 @@ Report reportOf(c10::Device device) {
   if (status.ok()) {
     report.version = library->version();
     report.capability = static_cast<uint8_t>(nccl::Cudart::get().capability(device.index()));
-    const std::string kernel = kernelIdentity();
-    report.kernel = static_cast<uint32_t>(fnv1a(kernel));
-    put(report.gpu, gpuOf(device, *library));
+    report.kernel = static_cast<uint32_t>(fnv1a(kernelIdentity()));
+    std::snprintf(report.gpu, sizeof(report.gpu), "%s", gpuOf(device, *library).c_str());
   } else {
-    put(report.reason, status.message());
+    std::snprintf(report.reason, sizeof(report.reason), "%s", status.message().c_str());
   }
   return report;
 }

@@ -7,12 +7,10 @@
 #include <atomic>
 #include <map>
 #include <tuple>
-#include <vector>
 
 #include "backend/errors.h"
 #include "backend/torch_version.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/os.h"
 #include "base/recycler.h"
 #include "nccl/cudart.h"
@@ -28,8 +26,6 @@ struct EventPool {
   std::map<Kind, std::vector<c10::Event*>> free GUARDED_BY(mutex);
 };
 
-EventPool& pool() { return perProcess<EventPool>(); }
-
 // Around each of CUDA's calls, c10's query and set the current device, which takes longer than the
 // call itself. They are needed for an event that was never recorded, which they create; if torch
 // traces such calls; and for the text of an error.
@@ -42,7 +38,7 @@ bool isDirect(const c10::Event& event) {
 EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
   const auto flag = isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
   if (isCaptured) return std::make_shared<c10::Event>(device.type(), flag);
-  EventPool& events = pool();
+  EventPool& events = perProcess<EventPool>();
   c10::Event* event = nullptr;
   MutexLock lock(events.mutex);
   std::vector<c10::Event*>* const home = &events.free[{device.type(), device.index(), isTimed}];
@@ -53,7 +49,7 @@ EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
   lock.unlock();
   if (event == nullptr) event = new c10::Event(device.type(), flag);
   const auto giveBack = [home](c10::Event* unused) {
-    const MutexLock returning(pool().mutex);
+    const MutexLock returning(perProcess<EventPool>().mutex);
     home->push_back(unused);
   };
   return EventPtr(event, giveBack, Recycler<c10::Event>());

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/mutex.h"
 #include "observe/black_box.h"
 
 namespace mycoll {

@@ -47,10 +47,6 @@ void Watchdog::wake() {
   woken_.notify_one();
 }
 
-void Watchdog::beginExit() { isExiting_.store(true); }
-
-bool Watchdog::isExiting() { return isExiting_.load(); }
-
 void Watchdog::stop() {
   MutexLock lock(mutex_);
   isStopped_ = true;

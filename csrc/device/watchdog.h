@@ -30,8 +30,8 @@ class Watchdog {
   void wake();
   // The process ends: existing groups do not call NCCL any more. To end NCCL, all ranks of the host
   // would have to take part, and the others may be busy for minutes.
-  void beginExit();
-  bool isExiting();
+  void beginExit() { isExiting_.store(true); }
+  bool isExiting() const { return isExiting_.load(); }
   // When this has returned, devices are not queried any more.
   void stop();
 

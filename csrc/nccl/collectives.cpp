@@ -15,10 +15,6 @@ struct Reduction {
 // The oldest GPU on which NCCL reduces float8.
 constexpr int kFloat8Capability = 90;
 
-bool isReduction(OpKind kind) {
-  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
-}
-
 Status refuse(const Call& call, const std::string& why) {
   return Status(Code::kUnsupported,
                 std::string(name(call.kind)) + " " + name(call.reduceOp) + " of " +
@@ -231,7 +227,9 @@ Status prepare(const Library& library, const Call& call, const Form& form, Reduc
     return Status(Code::kInternal,
                   std::string(name(call.kind)) + " was promised flat lists, and got others");
   }
-  if (isReduction(call.kind)) return findReduction(library, call, form, how);
+  const bool isReduction = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
+                           call.kind == OpKind::kReduceScatter;
+  if (isReduction) return findReduction(library, call, form, how);
   if (call.kind == OpKind::kMonitoredBarrier) {
     return Status(Code::kUnsupported,
                   "monitored_barrier is no operation of NCCL: it runs on the CPU engine");

@@ -8,6 +8,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "backend/errors.h"
+#include "backend/layout.h"
 #include "backend/plain_dispatch.h"
 #include "backend/request.h"
 #include "base/status.h"

@@ -28,6 +28,20 @@ constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
 // The longest wait for the rank of leaveAfter().
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
+// The ranks of a new group, by their numbers in a group that contains them.
+KnownPeers knownFrom(const std::shared_ptr<Communicator>& group, const std::vector<int>& members,
+                     const std::string& name) {
+  KnownPeers known = KnownPeers::from(group->address(), members, name);
+  known.departure = [group, members](int rank, bool asks) {
+    const Membership& membership = group->membership();
+    const bool hasLeft = membership.hasLeft(members[rank]);
+    // A rank that has left answers everything with its goodbye.
+    if (asks && !hasLeft) group->mailbox().notify(members[rank], FrameKind::kQuestion, "");
+    return hasLeft ? membership.describeDeparture(members[rank]) : std::string();
+  };
+  return known;
+}
+
 // The ranks of the new group, if a group of the job contains all of them.
 KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
   for (const std::shared_ptr<Communicator>& group : engine.groups()) {
@@ -40,13 +54,7 @@ KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
       members.push_back(static_cast<int>(found - ranks.begin()));
     }
     if (members.size() == options.globalRanks.size()) {
-      KnownPeers known = KnownPeers::from(group->address(), members, options.name);
-      known.departure = [group, members](int rank) {
-        const Membership& membership = group->membership();
-        const bool hasLeft = membership.hasLeft(members[rank]);
-        return hasLeft ? membership.describeDeparture(members[rank]) : std::string();
-      };
-      return known;
+      return knownFrom(group, members, options.name);
     }
   }
   return {};
@@ -162,7 +170,7 @@ std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
   return part;
 }
 
-Status Communicator::shrink(const Communicator& parent, const std::string& suffix,
+Status Communicator::shrink(Communicator& parent, const std::string& suffix,
                             const std::vector<int>& members,
                             std::shared_ptr<Communicator>* result) {
   GroupOptions options = parent.group_.options;
@@ -182,7 +190,7 @@ Status Communicator::shrink(const Communicator& parent, const std::string& suffi
                                               " is not among those that are left of group '" +
                                               parent.group_.options.name + "'");
   }
-  KnownPeers known = KnownPeers::from(parent.address(), members, options.name);
+  KnownPeers known = knownFrom(parent.shared_from_this(), members, options.name);
   return form(std::move(options), /*store=*/nullptr, parent.group_.engine, std::move(known),
               result);
 }

@@ -80,7 +80,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Makes a group of the parent's ranks that are left, in the order of `members`, whatever the
   // parent's state. It needs no store, as the ranks know each other. Returns when all of them have
   // called it with the same suffix and members.
-  static Status shrink(const Communicator& parent, const std::string& suffix,
+  static Status shrink(Communicator& parent, const std::string& suffix,
                        const std::vector<int>& members, std::shared_ptr<Communicator>* result);
   // Makes a group of ranks that are known already, or that meet in the store, or both.
   static Status form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,

@@ -145,13 +145,13 @@ class Forming {
   // Returns when the group is formed.
   virtual Status awaitAll() = 0;
   // The formation has failed here. Notifies the other ranks. Returns false if they have made the
-  // group, so that this rank is in it, too. A signal that arrives meanwhile takes the place of
-  // *why.
+  // group, so that this rank is in it, too. A signal that arrives meanwhile replaces *why.
   virtual bool reportFailure(Status* why) = 0;
 
-  Status openReception(const std::string& nonce);
+  Status openReception(const std::string& nonce, bool isOnce = false);
   Status publish();
-  Handle giveUp(const Status& why) { return publishLast(*store_, mine_, why); }
+  // Publishes why this rank gives up, and waits a short time until these ranks have read it.
+  void giveUp(const std::vector<int>& readers, Status* why);
   // This rank's error as the other ranks receive it.
   Status forOthers(const Status& why) const;
   Status checkPredecessor(const Handle& there);
@@ -250,12 +250,14 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine& engine, Know
 
 Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
-  if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
+  if (status.ok() && !known_.peers.empty()) {
+    status = openReception(nonceOf(known_, options_.rank), /*isOnce=*/!known_.nonces.empty());
+  }
   if (status.ok()) status = awaitAll();
   const bool isFormed = status.ok() || !reportFailure(&status);
   const Code code = status.code();
-  const bool isShort = isFormed || code == Code::kTimeout || usesStore();
-  flush(Deadline::after(code == Code::kInterrupted ? kTick : isShort ? kAgain : kNotify));
+  const bool isShort = isFormed || code == Code::kTimeout || code == Code::kInterrupted;
+  flush(Deadline::after(isShort || usesStore() ? kAgain : kNotify));
   // An interruption comes first: the signal was taken from the interpreter, which will not raise it
   // again.
   if (isFormed && code != Code::kInterrupted) return round_->result(result);
@@ -263,13 +265,13 @@ Status Forming::run(GroupAddress* result) {
   return status;
 }
 
-Status Forming::openReception(const std::string& nonce) {
+Status Forming::openReception(const std::string& nonce, bool isOnce) {
   if (!listening_) {
     listening_.emplace(*engine_.mesh());
     engine_.wake();
   }
   MYCOLL_RETURN_IF_ERROR(
-      Reception::open(engine_.mesh(), nonce, wakeup_, &receptions_.emplace_back()));
+      Reception::open(engine_.mesh(), nonce, wakeup_, &receptions_.emplace_back(), isOnce));
   engine_.mesh()->progress();  // raises events for the frames that arrived before
   return Status();
 }
@@ -290,6 +292,14 @@ Status Forming::publish() {
   }
   isPublished_ = true;
   return Status();
+}
+
+void Forming::giveUp(const std::vector<int>& readers, Status* why) {
+  const Handle last = publishLast(*store_, mine_, forOthers(*why));
+  const bool isBrief = why->code() == Code::kTimeout || why->code() == Code::kInterrupted;
+  const Status other = awaitReaders(options_, *store_, readers, last, Deadline::after(kArrival),
+                                    Deadline::after(isBrief ? kTick : kReading));
+  if (!other.ok()) *why = other;
 }
 
 // Another process may have been started with this rank. If it still waits, it receives the conflict
@@ -573,12 +583,7 @@ bool Root::reportFailure(Status* why) {
     if (!round_ || !joined_[rank]) others.push_back(rank);
   }
   if (usesStore()) {
-    // They find the error in the store, which this process may be serving.
-    const Handle last = giveUp(text);
-    const bool isBrief = why->code() == Code::kTimeout || why->code() == Code::kInterrupted;
-    const Status other = awaitReaders(options_, *store_, others, last, Deadline::after(kArrival),
-                                      Deadline::after(isBrief ? kTick : kReading));
-    if (!other.ok()) *why = other;
+    giveUp(others, why);  // they find the error in the store, which this process may be serving
     return true;
   }
   for (const int rank : others) {
@@ -610,18 +615,23 @@ Status Root::check() {
     const bool isOver = !each.isInvited() && !each.why.ok() && now - each.since > each.patience;
     if (isOver && (!first || each.since < first->since)) first = &each;
   }
-  return first ? first->why : Status();
+  if (!first) return Status();
+  bool isThere = false;  // it may have come just now
+  const auto rank = static_cast<int>(first - candidates_.data());
+  if (usesStore()) MYCOLL_RETURN_IF_ERROR(lookAt(rank, &isThere));
+  return first->isInvited() ? Status() : first->why;
 }
 
-// A rank that has left the group from which it is known may still come, by the store.
+// A rank that has left the group from which it is known may still come, if there is a store.
 void Root::noteDepartures() {
+  const Milliseconds patience = store_ ? 2 * kAgain : Milliseconds(0);
   for (int rank = 1; rank < options_.ranks && known_.departure; ++rank) {
     Candidate& candidate = candidates_[rank];
     const bool hasCome = candidate.isPublished || (round_ && joined_[rank]);
     if ((candidate.isInvited() && hasCome) || candidate.state == Candidate::kGone) continue;
-    const std::string departure = known_.departure(rank);
+    const std::string departure = known_.departure(rank, /*asks=*/false);
     if (departure.empty()) continue;
-    candidate.wait(Candidate::kGone, isLost(rank, departure), 2 * kAgain);
+    candidate.wait(Candidate::kGone, isLost(rank, departure), patience);
     hasChanged_ = isRoundUrgent_ = true;
     lastChange_ = Clock::now();
   }
@@ -690,11 +700,16 @@ Status Root::consider(int rank, Handle handle) {
   } else if (isDead(handle.address)) {
     next.state = Candidate::kStale;
     if (isOfNow) next.wait(Candidate::kGone, ended(rank, handle.address), kAgain);
-  } else if (const Status unlike = isUnlike(handle); !unlike.ok()) {
-    bool isCurrent = false;
-    MYCOLL_RETURN_IF_ERROR(this->isCurrent(handle, &isCurrent));
-    if (isCurrent) return unlike;
-    next.state = Candidate::kStale;
+  } else {
+    // A process that has ended may have published it for an earlier group.
+    const bool hasGone =
+        before.state == Candidate::kGone && handle.address.uid == before.handle.address.uid;
+    const Status unlike = isUnlike(handle);
+    bool isCurrent = true;
+    if (hasGone || !unlike.ok()) MYCOLL_RETURN_IF_ERROR(this->isCurrent(handle, &isCurrent));
+    if (isCurrent && !unlike.ok()) return unlike;
+    if (!isCurrent && hasGone) return Status();
+    if (!isCurrent) next.state = Candidate::kStale;
   }
   next.handle = std::move(handle);
   if (next.isInvited() || candidates_[rank].isInvited()) {
@@ -742,6 +757,8 @@ Status Root::handleReport(const Round::Report& report) {
                           ? ": each rank needs a certificate by an authority that the others trust"
                           : ": MYCOLL_SECRET_FILE must be the same everywhere"));
   }
+  // The rank has another handle since.
+  if (candidate.handle.nonce != round_->roster().members[report.rank].nonce) return Status();
   const bool isRefused = report.loss == LossReason::kNotListening;
   hasChanged_ = isRoundUrgent_ = true;
   lastChange_ = Clock::now();
@@ -750,9 +767,9 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_.mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (candidate.hasJoined || candidate.isNew || !store_ ||
+  } else if (candidate.hasJoined || candidate.isNew || !store_ || !candidate.isPublished ||
              (!isRefused && report.loss != LossReason::kLeft) ||
-             (isRefused && (!candidate.isPublished || (!isAlive(address) && isOfNow(address))))) {
+             (isRefused && !isAlive(address) && isOfNow(address))) {
     // Without a store it cannot come again. A known rank listens as long as it is in that group.
     candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
   } else {
@@ -837,15 +854,22 @@ class Member final : public Forming {
   Status awaitAll() override;
   bool reportFailure(Status* why) override;
 
+  // If the ranks are known.
+  Invitation::Receiver rankZero() const {
+    return {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false};
+  }
+  // Whether this rank is in no round in which it would learn what becomes of the group.
+  bool isAlone() const { return !round_ || lostParent_ != Clock::time_point(); }
   Status check();
   Status checkKnownPeers();
-  Status checkDeparture(const Handle* zero);
   Status compare(const Roster& roster) const;
   Status join();
   Status attendRound();
-  Status lookAtStore();
+  Status lookForRankZero();
+  Status lookAtStore(Status* missing);
 
   Deadline nextLook_;
+  bool hasAsked_ = false;  // rank 0 whether it has left
   bool hasLooked_ = false;
   std::string firstNonce_;  // of rank 0's handle, when this rank looked first; empty: none
   Deadline rankZeroGone_ = Deadline::never();
@@ -866,27 +890,28 @@ Status Member::awaitAll() {
       MYCOLL_RETURN_IF_ERROR(attendRound());
       if (round_->state().isFormed && round_->roster().isComplete()) return Status();
     }
-    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
-    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    if (isAlone() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookForRankZero());
     pause(kTick);
   }
 }
 
 bool Member::reportFailure(Status* why) {
   const Status text = forOthers(*why);
-  const Code code = why->code();
-  const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
-                         code == Code::kStore || code == Code::kPeerLost;
-  // Rank 0 may invite this rank again, and would wait for it.
-  const bool isCut = !round_ || lostParent_ != Clock::time_point();
-  const bool isNews = !isKnownToAll_ && sentError().ok();
-  if (!isCut && !isKnownToAll_) round_->report({round_->rank(), Round::Report::kGaveUp, text});
-  if (isCut && isNews && !known_.peers.empty()) {
-    notify({known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false}, text);
-  }
-  if (usesStore() && isLasting && !isKnownToAll_ && (isCut || !isNews)) giveUp(text);
+  if (round_ && !isKnownToAll_) round_->report({round_->rank(), Round::Report::kGaveUp, text});
   // This rank leaves the round, so that it will not pass on what rank 0 sends to its subtree.
-  return !round_ || round_->fail(text);
+  if (round_ && !round_->fail(text)) return false;
+  // The round may be over, and rank 0 would wait for this rank in a later one.
+  if (!isKnownToAll_ && sentError().ok()) {
+    if (!known_.peers.empty()) {
+      const bool isThere = !known_.departure || known_.departure(0, /*asks=*/false).empty();
+      if (isThere) notify(rankZero(), text);
+    } else if (round_) {
+      const Roster& roster = round_->roster();
+      notify({roster.peers[0], roster.members[0].nonce}, text);
+    }
+  }
+  if (usesStore() && !isKnownToAll_ && (isAlone() || !sentError().ok())) giveUp({0}, why);
+  return true;
 }
 
 Status Member::check() {
@@ -906,24 +931,19 @@ Status Member::check() {
     const bool isReplaced = isInvited && round_->roster().peers[rank].uid != loss.uid;
     if (!isReplaced) return isLost(rank, loss.cause.message());
   }
-  return round_ || store_ ? Status() : checkKnownPeers();
+  return !isAlone() || store_ ? Status() : checkKnownPeers();
 }
 
-// Without a store, a rank that is not invited learns only from its own connections why. If it has
-// none to rank 0, it makes one after a while. With a store, rank 0 detects the other losses.
+// Without a store, a rank that is not invited learns only from its own connections why. With a
+// store, rank 0 detects the other losses.
 Status Member::checkKnownPeers() {
-  if (!probe_ && waited() > kAgain) {
-    MYCOLL_RETURN_IF_ERROR(
-        Invitation::send(engine_.mesh(), {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false},
-                         {InvitationMessage::Content::kProbe, ""}, {}, &probe_));
-  }
   for (const PeerLost& lost : receptions_[0]->losses()) {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       const PeerAddress& peer = known_.peers[rank];
       if (peer.uid != lost.uid) continue;
       if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
-      // Rank 0 may notify.
-      if (rank != 0 && (store_ || Clock::now() - lostKnownPeer_ < kAgain)) continue;
+      // Rank 0 may notify, or may be the reason.
+      if (rank != 0 && (store_ || Clock::now() - lostKnownPeer_ < 2 * kAgain)) continue;
       const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
                                 lost.loss.describe() + " (seen by rank " +
                                 std::to_string(options_.rank) + ")";
@@ -931,7 +951,9 @@ Status Member::checkKnownPeers() {
           {rank, Round::Report::kLost, Status(Code::kNetwork, words), lost.loss.reason}, peer);
     }
   }
-  return Status();
+  if (!probe_ || !probe_->hasFailed()) return Status();
+  return error(Code::kPeerLost, "rank 0 (" + known_.peers[0].describe() + ") " + probe_->failure() +
+                                    " while the group was made");
 }
 
 // Not ok: the roster is not that of the group that this rank was called for.
@@ -977,6 +999,7 @@ Status Member::join() {
   const auto self = std::find_if(roster.peers.begin(), roster.peers.end(), isThis);
   if (self == roster.peers.end()) return difference;
   const auto rank = static_cast<int>(self - roster.peers.begin());
+  if (round_) (void)round_->end();
   round_.reset();
   lostParent_ = {};
   MYCOLL_RETURN_IF_ERROR(Round::open(engine_.mesh(), options_.name, rank, std::move(*latest),
@@ -993,7 +1016,10 @@ Status Member::attendRound() {
   }
   if (state.isFormed) return Status();
   if (state.parent != Round::Parent::kHere) {
-    if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
+    if (lostParent_ == Clock::time_point()) {
+      lostParent_ = Clock::now();
+      nextLook_ = Deadline::after(kLookAgain);
+    }
     const int parent = round_->parent();
     const bool isRankZero = parent == 0 && !store_;  // no other rank begins a round
     const bool hasLeft = state.parent == Round::Parent::kLeft;
@@ -1011,29 +1037,32 @@ Status Member::attendRound() {
   return Status();
 }
 
-// Rank 0 may have left the group from which it is known, and may still come, by the store. A rank
-// that has no connection to it makes one, but only late, as there may be many such ranks.
-// zero: its handle in the store, or null.
-Status Member::checkDeparture(const Handle* zero) {
-  const std::string departure = known_.departure(0);
-  if (waited() < (departure.empty() ? kNextRound : 2 * kAgain)) return Status();
-  if (zero) {
-    bool isCurrent = !zero->why.empty();
-    if (!isCurrent) MYCOLL_RETURN_IF_ERROR(this->isCurrent(*zero, &isCurrent));
-    if (isCurrent) return Status();
+// Rank 0 may have left the group from which it is known, and may still come if there is a store. If
+// it is known by its handle, it may have given up.
+Status Member::lookForRankZero() {
+  nextLook_ = Deadline::after(pollPause(kLookAgain));
+  if (!known_.nonces.empty()) {
+    if (!probe_) MYCOLL_RETURN_IF_ERROR(Invitation::open(engine_.mesh(), rankZero(), {}, &probe_));
+    probe_->send({InvitationMessage::Content::kProbe, ""});
   }
-  return departure.empty() ? checkKnownPeers() : isLost(0, departure);
+  Status missing;
+  if (known_.departure) {
+    const std::string departure = known_.departure(0, !std::exchange(hasAsked_, true));
+    missing = departure.empty() ? checkKnownPeers() : isLost(0, departure);
+  }
+  if (store_ && waited() < 2 * kAgain) missing = Status();
+  if (store_) MYCOLL_RETURN_IF_ERROR(lookAtStore(&missing));
+  return missing;
 }
 
-// Rank 0 may have given up, or may have been started for another group.
-Status Member::lookAtStore() {
+// Rank 0 may have given up, or may have been started for another group. missing: set to ok if rank
+// 0 is there.
+Status Member::lookAtStore(Status* missing) {
   if (!isPublished_) MYCOLL_RETURN_IF_ERROR(publish());
-  nextLook_ = Deadline::after(pollPause(kLookAgain));
   Handle zero;
   bool found = false;
   MYCOLL_RETURN_IF_ERROR(read(*store_, 0, &found, &zero));
   if (!std::exchange(hasLooked_, true)) firstNonce_ = zero.nonce;
-  if (!round_ && known_.departure) MYCOLL_RETURN_IF_ERROR(checkDeparture(found ? &zero : nullptr));
   if (!found) return Status();
   unclear_.erase(0);
   const PeerList& peers = round_ ? round_->roster().peers : known_.peers;
@@ -1049,8 +1078,10 @@ Status Member::lookAtStore() {
     return rankZeroGone_.expired() ? ended(0, zero.address) : Status();
   }
   const Status unlike = isUnlike(zero);
+  if (unlike.ok() && missing->ok()) return Status();
   bool isCurrent = false;
-  if (!unlike.ok()) MYCOLL_RETURN_IF_ERROR(this->isCurrent(zero, &isCurrent));
+  MYCOLL_RETURN_IF_ERROR(this->isCurrent(zero, &isCurrent));
+  if (isCurrent) *missing = Status();
   return isCurrent ? unlike : Status();
 }
 

@@ -47,9 +47,9 @@ struct KnownPeers {
   // The keys of their invitations: the nonces by rank, or a secret that they have in common.
   std::vector<std::string> nonces;
   std::string secret;
-  // "rank 2 (node1:4712) has left the group: ..."; empty: it has not left the group from which it
-  // is known. May be empty.
-  std::function<std::string(int rank)> departure;
+  // "rank 2 (node1:4712) has left the group: ..."; empty: this rank does not know that it has left
+  // the group from which it is known. asks: asks it, as a later call may know. May be empty.
+  std::function<std::string(int rank, bool asks)> departure;
 };
 
 // store: null if all ranks are known. connections: to be kept until the group has been added to the

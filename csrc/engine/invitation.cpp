@@ -45,8 +45,9 @@ Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, Wakeup& w
     : mailbox_(std::move(mesh), std::move(address), this), wakeup_(wakeup) {}
 
 Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, Wakeup& wakeup,
-                       std::unique_ptr<Reception>* result) {
+                       std::unique_ptr<Reception>* result, bool isOnce) {
   GroupAddress address;
+  address.isOnce = isOnce;
   MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
   result->reset(new Reception(std::move(mesh), std::move(address), wakeup));
   (*result)->mailbox_.open();

@@ -48,9 +48,10 @@ struct InvitationMessage {
 
 class Reception final : public EventHandler {
  public:
-  // Fails if MYCOLL_SECRET_FILE cannot be used.
+  // isOnce: it is not opened again with this nonce, so later invitations are refused. Fails if
+  // MYCOLL_SECRET_FILE cannot be used.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, Wakeup& wakeup,
-                     std::unique_ptr<Reception>* result);
+                     std::unique_ptr<Reception>* result, bool isOnce = false);
   ~Reception();
 
   // The rosters or texts that came since the last call, each sender's in order: another sender's

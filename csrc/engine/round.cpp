@@ -191,6 +191,7 @@ void Round::handle(const Event& event) {
 }
 
 void Round::onLeft(int rank) {
+  mailbox_.setAbsent(rank, Status(Code::kPeerLost, "it has left the round"), /*isFailure=*/false);
   if (rank != parent_ || state_.parent != Parent::kHere) return;
   state_.parent = Parent::kLeft;
   wakeup_.notify();
@@ -199,7 +200,7 @@ void Round::onLeft(int rank) {
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
 // children.
 void Round::onLost(int rank, LossReason reason, const std::string& why) {
-  if (!mailbox_.isPresent(rank)) return;
+  if (!mailbox_.isPresent(rank) && rank != parent_) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
   const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
                             std::to_string(mailbox_.rank()) + ")";
@@ -243,6 +244,10 @@ bool Round::fail(const Status& why) {
     if (!state_.failure.ok()) return true;
     state_.failure = why;
     toChildren(FrameKind::kAbort, encode({mailbox_.rank(), Report::kGaveUp, why}));
+    // What else is sent to these ranks is not to wait until they have joined.
+    for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+      if (!state_.joined[rank]) mailbox_.setAbsent(rank, why, /*isFailure=*/false);
+    }
   }
   mesh_->progress();
   return true;
@@ -250,8 +255,13 @@ bool Round::fail(const Status& why) {
 
 bool Round::end() {
   IoLock lock(mailbox_.ioMutex());
-  if (!state_.isFormed) state_.failure = Status(Code::kAborted, "rank 0 makes another round");
-  return !state_.isFormed;
+  if (state_.isFormed) return false;
+  state_.failure = Status(Code::kAborted, "rank 0 makes another round");
+  for (const int child : children_) {
+    const bool isHere = state_.joined[child] && mailbox_.isPresent(child);
+    if (isHere) mailbox_.sendControl(child, FrameKind::kGoodbye, "");
+  }
+  return true;
 }
 
 void Round::leave() {

@@ -85,7 +85,8 @@ class Round final : public EventHandler {
   // Ends the round for this rank's subtree, which is all ranks if this is rank 0. Returns false if
   // the group is formed already.
   bool fail(const Status& why);
-  // Rank 0 ends the round without a report, as it makes another. Returns false like fail().
+  // Ends the round without a report, as this rank is in another one, in which its children may not
+  // be. Returns false like fail().
   bool end();
   // Leaves the group that the other ranks may have made: they receive a goodbye if they call it.
   void leave();

@@ -103,6 +103,14 @@ bool Dial::raisesLeft() {
 }
 
 void Dial::advance() {
+  // The peer would answer when it makes a group that is over.
+  const Mailbox* const mailbox = local_.groups.find(hello_.context, hello_.source);
+  if (state_ == State::kTrying && hello_.opensLater && !hasProved_ &&
+      (!mailbox || !mailbox->isPresent(hello_.destination))) {
+    task_.reset();
+    nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
+    moveTo(State::kWaiting);
+  }
   if (state_ == State::kTrying) {
     Condition* condition = task_.waitingFor();
     if (!task_.finished() && condition && condition->ready()) task_.resume();

@@ -33,7 +33,7 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
 void GroupTable::remove(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   const Key key{group.context, group.rank};
-  if (group.isInvitation) {
+  if (group.isInvitation && !group.isOnce) {
     mailboxes_.erase(key);
   } else {
     mailboxes_.find(key)->second = nullptr;

@@ -77,6 +77,7 @@ class PeerList {
 struct GroupAddress {
   bool isInvitation = false;
   bool opensLater = false;  // an invitation that rank 1 may open after rank 0
+  bool isOnce = false;      // an invitation that is not opened again: as groups are not
   uint64_t context = 0;     // the same on all ranks, different from all other groups
   std::string name;
   std::string secret;  // 32 bytes that only members know

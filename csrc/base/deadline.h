@@ -6,6 +6,16 @@
 
 namespace mycoll {
 
+// The time that a rank grants others before it acts without them, or lets pass before it looks
+// again. The preset "hasty" divides all of them, so that what happens rarely, on a machine with too
+// much to do, happens often (./dev soak).
+#ifndef MYCOLL_HASTE
+#define MYCOLL_HASTE 1
+#endif
+constexpr std::chrono::milliseconds grace(int milliseconds) {
+  return std::chrono::milliseconds(std::max(1, milliseconds / MYCOLL_HASTE));
+}
+
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;

@@ -7,6 +7,8 @@
 #include <string>
 #include <thread>
 
+#include "base/deadline.h"
+
 namespace mycoll {
 
 // Hints to the core that this is a spin loop: saves power, and leaves the pipeline to its sibling.
@@ -21,7 +23,7 @@ inline void cpuRelax() {
 }
 
 // How often a thread that sleeps in the kernel checks signals, deadlines and peers.
-inline constexpr std::chrono::milliseconds kWaitTick(50);
+inline constexpr std::chrono::milliseconds kWaitTick = grace(50);
 
 // Cores that this process may keep busy: the affinity mask, limited by the cgroup's cpu quota
 // (rounded down, as a spinner that exceeds its quota is stopped for the rest of the period). At

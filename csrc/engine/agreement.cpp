@@ -17,15 +17,15 @@ struct RankRange {
 };
 
 // Notices are forwarded at most this often in each direction.
-constexpr auto kForwardEvery = std::chrono::milliseconds(20);
+constexpr auto kForwardEvery = grace(20);
 // At most this many of the awaited ranks are notified directly, the others along the tree.
 constexpr size_t kMostAwaited = 64;
 
 // A difference must be detected before a program uses wrong results for long. One message to one
 // rank per interval is cheap compared with a device's work.
-constexpr auto kCompareEvery = std::chrono::milliseconds(100);
+constexpr auto kCompareEvery = grace(100);
 // Ranks that differ report it within this time: all have begun the collectives that ended here.
-constexpr auto kAnswersWithin = std::chrono::milliseconds(1000);
+constexpr auto kAnswersWithin = grace(1000);
 
 }  // namespace
 

@@ -24,9 +24,9 @@ namespace {
 
 // How long a group that is being destroyed keeps its receives open for messages that are about to
 // be sent, and how long a dead one tries to send its goodbye.
-constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
+constexpr auto kUnsentGrace = grace(500);
 // The longest wait for the rank of leaveAfter().
-constexpr auto kLastGrace = std::chrono::milliseconds(800);
+constexpr auto kLastGrace = grace(800);
 
 // The ranks of a new group, by their numbers in a group that contains them.
 KnownPeers knownFrom(const std::shared_ptr<Communicator>& group, const std::vector<int>& members,

@@ -27,14 +27,14 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 // A collective that waits notifies the other ranks each time after this long.
-constexpr auto kAnnounceEvery = Milliseconds(250);
+constexpr auto kAnnounceEvery = grace(250);
 // How long a collective waits for a missing rank after it has left, if it waits for messages: those
 // that the rank sent before its goodbye may not have been processed here yet.
-constexpr auto kLeftGrace = Milliseconds(500);
+constexpr auto kLeftGrace = grace(500);
 // If more ranks are missing, a message only lists their numbers.
 constexpr size_t kMostDescribed = 16;
 // In a monitored barrier the other ranks wait this much longer than rank 0, which reports first.
-constexpr auto kRootGrace = Milliseconds(1000);
+constexpr auto kRootGrace = grace(1000);
 
 // Of questions.
 constexpr size_t kMaxQuestion = 12 * 1024;  // below kMaxControlBytes

@@ -28,26 +28,26 @@ using Milliseconds = std::chrono::milliseconds;
 // The longest time between two checks for signals, losses and deadlines.
 constexpr auto kTick = Milliseconds(50);
 // Time for a rank that is gone to come again, and for rank 0 to report the missing ranks.
-constexpr auto kAgain = Milliseconds(1000);
+constexpr auto kAgain = grace(1000);
 // Time for a rank that is in no round to receive rank 0's error, except at the deadline. If there
 // is a store, it finds the error there.
 constexpr auto kNotify = Milliseconds(3000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
-constexpr auto kPartial = Milliseconds(100);
+constexpr auto kPartial = grace(100);
 // It begins one without the ranks that have ended when no other rank has changed for this time.
 constexpr auto kUrgent = Milliseconds(5);
 // How often rank 0 looks for newer handles of ranks that do not join, and the others for an error
 // of rank 0.
-constexpr auto kLookAgain = Milliseconds(500);
+constexpr auto kLookAgain = grace(500);
 // ... and at first, if the store holds handles of an earlier group.
 constexpr auto kLookSoon = Milliseconds(10);
 // A rank is slow if it has not joined this long after the latest one that has, and not in this many
 // times the time that the others took.
-constexpr auto kSlow = Milliseconds(1000);
+constexpr auto kSlow = grace(1000);
 constexpr int kTimesSlower = 2;
 // The longest time between two rounds, if there is no store.
-constexpr auto kNextRound = Milliseconds(10'000);
-constexpr auto kForward = Milliseconds(100);
+constexpr auto kNextRound = grace(10'000);
+constexpr auto kForward = grace(100);
 // The longest wait for the answer of a process whose handle may be stale.
 constexpr auto kProbe = Milliseconds(500);
 // A rank polls a store less often the longer it has waited, as thousands may be waiting: again

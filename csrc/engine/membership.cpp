@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long collectives before the failed one may still succeed after the failure.
-constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
+constexpr auto kCompletionGrace = grace(1000);
 
 // The same number on all ranks that lose this process.
 uint64_t incidentOf(const std::string& uid) {

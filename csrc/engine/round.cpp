@@ -15,7 +15,7 @@ namespace {
 
 // How often a rank that has nothing to send asks whether its parent is still in the round: a parent
 // that has left answers so. What it sent when it left may be lost.
-constexpr auto kAskEvery = std::chrono::milliseconds(1000);
+constexpr auto kAskEvery = grace(1000);
 
 std::string encode(const Round::Report& report) {
   std::string payload;

@@ -19,7 +19,7 @@ namespace {
 // An unauthenticated connection may exist for this long, and so many of them. kMaxNamed: those that
 // know this process's uid. All ranks of a large job may connect before this process has made the
 // group.
-constexpr auto kAuthenticationTime = std::chrono::milliseconds(5'000);
+constexpr auto kAuthenticationTime = grace(5'000);
 constexpr size_t kMostUnauthenticated = 64;
 constexpr size_t kMaxNamed = 4096;
 constexpr int kMostAtOnce = 64;  // connections that are accepted in a row

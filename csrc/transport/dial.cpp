@@ -21,12 +21,12 @@ constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 // After a peer has reported that it has not made the group yet, which it does after a while (see
 // acceptor.cpp); or after it has closed the socket without an answer, which it does when there
 // are too many connections at a time.
-constexpr auto kConnectAgain = std::chrono::milliseconds(100);
+constexpr auto kConnectAgain = grace(100);
 constexpr int kMaxHangUps = 50;
 // A peer that is gone may be gone because of a failure that other ranks are about to report, and
 // which is the better explanation.
-constexpr auto kLastWords = std::chrono::milliseconds(400);
-constexpr auto kLookAgain = std::chrono::milliseconds(50);
+constexpr auto kLastWords = grace(400);
+constexpr auto kLookAgain = grace(50);
 
 [[maybe_unused]] bool isLegal(Dial::State from, Dial::State to) {
   switch (from) {

@@ -17,7 +17,7 @@ namespace {
 constexpr int kFewSockets = 4;
 // How long a process that ends waits for its last bytes to arrive; usually they have.
 constexpr auto kLastBytes = std::chrono::milliseconds(200);
-constexpr int64_t kLookEveryMs = 50;
+constexpr int64_t kLookEveryMs = grace(50).count();
 constexpr size_t kLookAtMost = 16;
 // For a peer without a connection, the last frames of this many groups are kept.
 constexpr size_t kMostUnsaid = 16;

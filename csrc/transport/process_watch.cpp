@@ -13,7 +13,7 @@ namespace {
 
 // Data that a process sent over sockets may arrive after its death; data in shared memory cannot.
 // Usually the end of its connection shows that everything has arrived; this is the limit if not.
-constexpr int64_t kInFlightMs = 500;
+constexpr int64_t kInFlightMs = grace(500).count();
 
 }  // namespace
 

@@ -8,6 +8,7 @@ and is not reported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -26,7 +27,7 @@ def reason_to_destroy() -> str:
 
 def reason_to_end() -> str:
     """Why the program ends, if by an exception."""
-    return _reason or _ended_by(getattr(sys, "last_value", None))
+    return _reason or ended_by(getattr(sys, "last_value", None))
 
 
 def watch_child() -> None:
@@ -42,11 +43,13 @@ def watch_child() -> None:
     util.Finalize(None, _end_of_child, exitpriority=-1000)
 
 
-def close_after(error: BaseException) -> None:
-    """Leaves all groups: an exception ends this process, without Python's handlers of its exit."""
-    module = sys.modules.get("mycoll._C")
-    if module is not None:
-        module._close_all(_ended_by(error))
+def close_all(reason: str) -> None:
+    """Leaves all groups, as this process ends, for this reason."""
+    if "mycoll._C" in sys.modules:
+        with contextlib.suppress(ImportError):
+            from mycoll import _C  # another thread may still be loading it
+
+            _C._close_all(reason)
 
 
 def described(error: BaseException) -> str:
@@ -66,10 +69,10 @@ def _end_of_child() -> None:
     without Python's handlers of exit."""
     global _reason
     error = _cause(sys.exc_info()[1])
-    _reason = _ended_by(error)
+    _reason = ended_by(error)
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
     if error is not None and all(each.daemon for each in others):
-        close_after(error)
+        close_all(ended_by(error))
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
@@ -79,5 +82,5 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _ended_by(error: BaseException | None) -> str:
+def ended_by(error: BaseException | None) -> str:
     return f"its program ended with an exception, {described(error)}" if error else ""

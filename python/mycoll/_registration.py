@@ -70,14 +70,10 @@ def replace_gloo() -> None:
 
 def close_all() -> None:
     """Ends the groups that were never destroyed."""
-    if "mycoll._C" in sys.modules:
-        from mycoll import _leaving
+    from mycoll import _leaving
 
-        with contextlib.suppress(ImportError):
-            from mycoll import _C  # another thread may still be loading it
-
-            # Python has printed an exception's traceback before it runs this.
-            _C._close_all(_leaving.reason_to_end())
+    # Python has printed an exception's traceback before it runs this.
+    _leaving.close_all(_leaving.reason_to_end())
 
 
 def register_mpi_scheme() -> None:

@@ -316,7 +316,7 @@ def _run(call: Callable[[], bytes], parent: int, sender: Connection) -> None:
         with contextlib.suppress(OSError):  # the parent has been interrupted, too
             sender.send((b"", _Failure(text, when, _is_consequence(error), cause)))
         sender.close()
-        _leaving.close_after(error)  # the others' errors then name the reason
+        _leaving.close_all(_leaving.ended_by(error))  # the others' errors then name the reason
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

@@ -229,8 +229,9 @@ TEST(Deadlock, aTimeoutNamesTheRankThatAllWaitFor) {
            ProcessLife::kStopped) {
       usleep(1000);
     }
-    // Rank 1's deadline comes first.
-    group.setTimeout(group.rank() == 0 ? 3000ms : 1500ms);
+    // Rank 1's deadline comes first. Until then it asks rank 0, which may be busy with its memory.
+    group.setWarnAfter(300ms);
+    group.setTimeout(group.rank() == 0 ? 4000ms : 2000ms);
     const Status status =
         group.wait(group.submit(call, nullptr, /*willWait=*/true), Deadline::never());
     EXPECT_EQ(status.code(), Code::kTimeout);

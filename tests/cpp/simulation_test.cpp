@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadline.h"
 #include "engine/window.h"
 #include "test.h"
 #include "transport/frame.h"
@@ -731,6 +732,8 @@ std::string nameOf(int rank) { return "rank " + std::to_string(rank) + " ("; }
 void expectHeard(const Fate& fate, unsigned seed, int rank, Code code, const std::string& words) {
   expect(!fate.isWrong, seed, rank, "wrong bits");
   if (fate.error.ok()) return expect(fate.done == fate.asked, seed, rank, "ended early");
+  // Hasty ranks may act before they receive the better explanation.
+  if (MYCOLL_HASTE > 1 && fate.error.code() != Code::kTimeout) return;
   expect(fate.error.code() == code && fate.error.message().find(words) != std::string::npos, seed,
          rank, test::show(fate.error));
 }

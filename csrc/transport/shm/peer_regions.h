@@ -23,7 +23,7 @@ class PeerRegions {
  public:
   // One of the two may have no descriptor or no memory left at the moment: a region that could not
   // be read is given again after this time.
-  static constexpr std::chrono::milliseconds kTryAgain{500};
+  static constexpr std::chrono::milliseconds kTryAgain = grace(500);
 
   // Maps a region of this size.
   static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);

@@ -83,4 +83,5 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 
 def ended_by(error: BaseException | None) -> str:
+    """Returns the reason of a process that this exception ends; "" if it is none."""
     return f"its program ended with an exception, {described(error)}" if error else ""

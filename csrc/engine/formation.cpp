@@ -619,7 +619,9 @@ Status Root::check() {
   bool isThere = false;  // it may have come just now
   const auto rank = static_cast<int>(first - candidates_.data());
   if (usesStore()) MYCOLL_RETURN_IF_ERROR(lookAt(rank, &isThere));
-  return first->isInvited() ? Status() : first->why;
+  if (first->isInvited()) return Status();
+  const std::string departure = known_.departure ? known_.departure(rank, /*asks=*/false) : "";
+  return departure.empty() ? first->why : isLost(rank, departure);
 }
 
 // A rank that has left the group from which it is known may still come, if there is a store.

@@ -95,9 +95,8 @@ Round::~Round() {
 Status Round::inviteChildren() {
   for (const int child : children_) {
     const Roster::Member& member = roster_.members[child];
-    const auto refused = [this, child]() REQUIRES(ioRole) {
-      onLost(child, LossReason::kLeft, "is in no group");
-    };
+    const auto refused = [this, child]()
+                             REQUIRES(ioRole) { onLost(child, LossReason::kLeft, "has given up"); };
     MYCOLL_RETURN_IF_ERROR(
         Invitation::send(mesh_, {roster_.peers[child], member.nonce, member.isPublished}, message_,
                          refused, &invitations_.emplace_back()));

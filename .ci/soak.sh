@@ -5,7 +5,7 @@ verb_soak() {
   if [[ ${1:-} == --short ]]; then
     shift
     # The plans that are random; the suite has run the others.
-    tests="(simulation|formation_walk|fuzz|handshake_fuzz)_test\\."
+    tests="(simulation|fuzz|handshake_fuzz)_test\\."
     tests+="|plan_test\\.Plan\\.(isRightForRandomWorlds|isRightForRootsOfLargeWorlds|exchangesBlocksOfAllSizes)"
     seeds=100 inputs=250 worlds=100 restarts=0
   fi

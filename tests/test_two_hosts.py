@@ -220,7 +220,7 @@ PATTERN = bytes(range(97, 123))
 
 def sends_a_pattern(ctx: Ctx, names: tuple[str, str]) -> None:
     enter(names[ctx.rank])
-    os.environ.update(MYCOLL_SOCKET_IFNAME="veth0", MYCOLL_CUDA="auto")
+    os.environ["MYCOLL_SOCKET_IFNAME"] = "veth0"
     url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
     dist.init_process_group(
         ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
@@ -258,7 +258,7 @@ def test_tensors_of_a_device_are_encrypted_between_hosts(
     fresh_device_world, mycoll_only, hosts, tmp_path
 ):
     """NCCL would send them unencrypted."""
-    world = fresh_device_world(2, "nccl", init=False, env=encryption(tmp_path, True))
+    world = fresh_device_world(2, "nccl-auto", init=False, env=encryption(tmp_path, True))
     capture = Capture(hosts[1], "veth0")
     try:
         world.run(sends_a_pattern, hosts)

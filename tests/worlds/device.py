@@ -24,6 +24,7 @@ PATHS: dict[str, dict[str, str]] = {
     "nccl": {"MYCOLL_CUDA": "nccl"},
     "host": {"MYCOLL_CUDA": "host"},
     "auto": {"MYCOLL_CUDA": "auto"},  # on the stand-in, which has no NCCL then: host, by agreement
+    "nccl-auto": {"MYCOLL_CUDA": "auto"},  # with NCCL: nccl, unless ranks agree on host
     # Several ranks on one GPU: NCCL believes in several hosts, each with the GPU to itself.
     "nccl-hosts": {
         "MYCOLL_CUDA": "nccl",

@@ -216,7 +216,7 @@ def filter_warnings() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     # Tests send tensors of all types and layouts.
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    warnings.filterwarnings("ignore", "B?Complex.* support is experimental")
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     warnings.filterwarnings("ignore", "torch.quantize_per_tensor.* are deprecated")
 

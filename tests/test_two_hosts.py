@@ -197,6 +197,35 @@ def test_a_rank_dies_on_one_of_two_hosts(
         assert seen.seconds < SUITE_PATIENCE / 2, seen
 
 
+def is_cut_off(ctx: Ctx, names: tuple[str, str], seconds: int) -> Seen:
+    os.environ.update(MYCOLL_NETWORK_SECONDS=str(seconds), MYCOLL_SOCKET_IFNAME="veth0")
+    begin(ctx, names)
+    x = torch.ones(1000)
+    dist.barrier()
+    if ctx.rank == 0:
+        ip("-n", names[1], "link", "set", "veth0", "down")
+
+    def go_on() -> None:
+        while True:
+            dist.all_reduce(x)
+
+    return attempt(go_on)
+
+
+@pytest.mark.parametrize("seconds", [1, 4])
+def test_a_network_that_fails_is_reported_as_such(fresh, mycoll_only, hosts, seconds):
+    """Later than three seconds, rank 0's kernel reports that there is no route, not a timeout."""
+    world = fresh(4, init=False)
+    try:
+        world.start(is_cut_off, hosts, seconds)
+        for seen in answers(world).values():
+            assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+            assert "no longer responds: its host or the network has failed" in seen.text, seen.text
+            assert seen.seconds < SUITE_PATIENCE / 2, seen
+    finally:
+        ip("-n", hosts[1], "link", "set", "veth0", "up")
+
+
 def has_another_secret(ctx: Ctx, names: tuple[str, str], odd: int, paths: list[str]) -> Seen:
     os.environ["MYCOLL_ENCRYPT"] = "1"
     os.environ["MYCOLL_SECRET_FILE"] = paths[ctx.rank == odd]

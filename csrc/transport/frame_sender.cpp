@@ -39,7 +39,9 @@ int partsOf(OutItem& item, Span parts[2]) {
 
 Loss lossOf(LossReason reason) {
   if (errno == EBADMSG) return {LossReason::kChanged, ""};  // tcp/tls.h
-  return {errno == ETIMEDOUT ? LossReason::kSilent : reason, errno == 0 ? "" : strerror(errno)};
+  const bool isSilent =
+      errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH || errno == EHOSTDOWN;
+  return {isSilent ? LossReason::kSilent : reason, errno == 0 ? "" : strerror(errno)};
 }
 
 void FrameSender::add(std::unique_ptr<LinkSender> link, bool isShm) {

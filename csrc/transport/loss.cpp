@@ -16,8 +16,9 @@ std::string Loss::describe(bool mayHaveLeft) const {
       return mayHaveLeft ? "has ended (killed, crashed or left while others still need it)"
                          : "has ended (killed, crashed or left without destroy_process_group)";
     case LossReason::kClosed:
-    case LossReason::kLeft:
-    case LossReason::kSilent: return "closed its connection" + inBrackets(detail);
+    case LossReason::kLeft: return "closed its connection" + inBrackets(detail);
+    case LossReason::kSilent:
+      return "no longer responds: its host or the network has failed" + inBrackets(detail);
     case LossReason::kClosedInMessage:
       return "closed its connection in the middle of a message" + inBrackets(detail);
     case LossReason::kNotListening:

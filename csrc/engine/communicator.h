@@ -119,7 +119,10 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
                         bool willWait, Milliseconds timeout = kGroupTimeout);
   // Runs the queue as far as it goes now. For a caller that knows that a composite's private
   // condition, which no other thread can detect, has become true.
-  void advance() { queue_.run(0); }
+  void advance() {
+    while (queue_.run(0)) {
+    }
+  }
 
   // ---- messages
   // A send, recv, put, signal or wait_signal. Never queued behind collectives. Messages between two

@@ -18,6 +18,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinBatch = 64;
+// A thread that runs a collective which never has to wait still checks for signals and deadlines:
+// after so many steps of it, and when it has advanced so many times since the last look.
+constexpr int kMostSteps = 16;
+constexpr uint32_t kMovesPerLook = 16;
 
 }  // namespace
 
@@ -129,7 +133,7 @@ bool Queue::step(CollectiveOp& op, int spins, std::optional<Status>* outcome) {
 
 bool Queue::run(int spins) {
   bool moved = false;
-  for (;;) {
+  for (int steps = 0; steps < kMostSteps; ++steps) {
     std::shared_ptr<CollectiveOp> ended;
     std::optional<Status> outcome;
     bool isLast = false;
@@ -158,7 +162,9 @@ bool Queue::run(int spins) {
     }
     group_.engine->mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
+    steps = 0;
   }
+  return moved;
 }
 
 // ---- waiting -----------------------------------------------------------------------------------
@@ -198,6 +204,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
     std::optional<WaitBoard::Entry> entry;
     Backoff backoff(spinPolicy_, contention_);
     int spins = 0;
+    uint32_t moves = 0;
     while (!op->done()) {
       const bool advanced = !isMessage && run(spins);
       bool moved = advanced, inHost = false;
@@ -209,20 +216,22 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       } else if (moved) {
         backoff.moved();
       }
-      if (moved) continue;
+      if (moved && ++moves % kMovesPerLook != 0) continue;
       auto now = Clock::now();
       if (began == Clock::time_point::min()) began = lastTick = now;
       spins = 0;
-      switch (backoff.next(now, isMessage || group_.membership.arena())) {
-        case Backoff::Pause::kSpin:
-          if (isMessage) cpuRelax();
-          if (!isMessage) spins = kSpinBatch;
-          break;
-        case Backoff::Pause::kYield: backoff.yield(now); break;
-        case Backoff::Pause::kSleep:
-          if (sleepFor(*op, deadline)) backoff.advanced();
-          now = Clock::now();
-          break;
+      if (!moved) {
+        switch (backoff.next(now, isMessage || group_.membership.arena())) {
+          case Backoff::Pause::kSpin:
+            if (isMessage) cpuRelax();
+            if (!isMessage) spins = kSpinBatch;
+            break;
+          case Backoff::Pause::kYield: backoff.yield(now); break;
+          case Backoff::Pause::kSleep:
+            if (sleepFor(*op, deadline)) backoff.advanced();
+            now = Clock::now();
+            break;
+        }
       }
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;

@@ -42,8 +42,9 @@ class Queue {
   bool push(const std::shared_ptr<CollectiveOp>& op, bool* isFirst);
   // From now on nothing is queued. Returns whether the queue is empty.
   bool close();
-  // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
-  // not ready. True if anything moved.
+  // Advances the queue as far as it goes now, but a collective that does not have to wait only by a
+  // few steps. spins: how often to look again at a condition that is not ready. True if anything
+  // moved.
   bool run(int spins);
   // Waits for a collective of this queue, or a message of its group: see Communicator::wait().
   Status wait(const OpPtr& op, Deadline deadline);

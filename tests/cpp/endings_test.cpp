@@ -299,3 +299,48 @@ TEST(Endings, aLookThatAnInspectionPreventsIsMadeUpFor) {
   });
   EXPECT(least < 0.02);  // of 20 rounds; a sleep that is not ended takes 35 ms
 }
+
+namespace {
+
+// Is ready whenever the queue looks at it after it has suspended a task.
+class Always final : public Condition {
+ public:
+  bool ready() override { return std::exchange(isReady_, true); }
+
+ private:
+  bool isReady_ = false;
+};
+
+// Never has to wait.
+Task workUntil(const std::atomic<bool>& isOver) {
+  const Deadline latest = Deadline::after(10s);
+  while (!isOver && !latest.expired()) {
+    Always always;
+    co_await always;
+  }
+  co_return Status();
+}
+
+}  // namespace
+
+// An operation that never has to wait does not keep its thread from checking for signals and its
+// deadline.
+TEST(Endings, aWaitThatAlwaysAdvancesEnds) {
+  std::atomic<bool> isSignalled{false}, isOver{false};
+  std::shared_ptr<Engine> engine;
+  ASSERT_OK(Engine::create(MeshOptions(), &engine));
+  GroupOptions options;
+  options.name = "test";
+  options.interrupted = [&] { return isSignalled.load(); };
+  std::shared_ptr<Communicator> group;
+  ASSERT_OK(Communicator::create(options, std::make_shared<MemoryStore>(), engine, &group));
+  std::this_thread::sleep_for(50ms);  // the engine's thread sleeps: this one runs the operation
+  const OpPtr op = group->submitComposite(
+      OpKind::kWindow, [&](CollectiveRunner&) { return workUntil(isOver); }, nullptr, true);
+  EXPECT_EQ(group->wait(op, Deadline::after(100ms)).code(), Code::kTimeout);
+  isSignalled = true;
+  EXPECT_EQ(group->wait(op, Deadline::never()).code(), Code::kInterrupted);
+  isSignalled = false;
+  isOver = true;
+  EXPECT_OK(group->wait(op, Deadline::never()));
+}

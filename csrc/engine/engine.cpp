@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 // While the user's threads work themselves, the engine's thread looks again after this time.
 constexpr auto kWaitForWork = std::chrono::milliseconds(5);
-// The interval of doChores().
+// How often the thread does what no other thread may be there for: doChores().
 constexpr auto kChores = std::chrono::milliseconds(250);
 // An idle thread checks unfinished handshakes and the peers' processes this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
@@ -208,6 +208,8 @@ void Engine::work() {
       sched_yield();
       continue;
     }
+    // First: a group that gets work after the next lines have looked at it wakes this thread.
+    activity_.exchange(kSleeping, std::memory_order_seq_cst);
     std::vector<std::shared_ptr<Communicator>> asleep = groups();
     std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
     Sleeper::Nap nap(mesh_->sleeper(), generation);
@@ -216,26 +218,31 @@ void Engine::work() {
       if (Arena* const arena = group->arena()) arenas.push_back(arena);
     }
     const Asleep ringing(*mesh_, arenas);
-    activity_.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded, &advanced)) {
       // Without a group that waits, only handshakes, queued messages and new groups are waited for.
       nap.sleep(Deadline::after(asleep.empty() ? kChores : kWaitTick));
       mesh_->checkProcesses();
-      for (auto& group : asleep) group->diagnosis().checkHealth();
     }
     activity_.exchange(kWorking, std::memory_order_seq_cst);
     if (advanced) lastMove = Clock::now();
   }
 }
 
-// Periodic background work; most of the time it is not due.
+// Periodic background work; most of the time it is not due. It is done also while the thread has
+// always something to move.
 void Engine::doChores() {
   const auto now = Clock::now();
+  if (now < nextCheck_) return;
+  nextCheck_ = now + kWaitTick;
+  const std::vector<std::shared_ptr<Communicator>> living = groups();
+  for (auto& group : living) {
+    if (group->queue().isUnattended()) group->diagnosis().checkHealth();
+  }
   if (now < nextChores_) return;
   nextChores_ = now + kChores;
   flushLog();
   bool isUnseen = false;
-  for (auto& group : groups()) {
+  for (auto& group : living) {
     // Another rank of the host may have failed a group that no thread of this process waits in.
     isUnseen |= !group->queue().hasWaiters() && group->membership().checkArena();
     group->diagnosis().checkMessages();

@@ -98,7 +98,8 @@ class Engine {
   // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
   enum Activity { kWorking, kWaiting, kSleeping };
   std::atomic<int> activity_{kWorking};
-  std::chrono::steady_clock::time_point nextChores_;  // used by the thread only
+  // Used by the thread only.
+  std::chrono::steady_clock::time_point nextCheck_, nextChores_;
   WaitBoard waits_;
   Caller caller_;
   std::atomic<int> messages_{0};

@@ -344,3 +344,25 @@ TEST(Endings, aWaitThatAlwaysAdvancesEnds) {
   isOver = true;
   EXPECT_OK(group->wait(op, Deadline::never()));
 }
+
+// The engine's thread, which no group may keep busy, ends a collective of another group at its
+// timeout.
+TEST(Endings, aTimeoutEndsACallBesideOneThatAlwaysAdvances) {
+  std::atomic<bool> isOver{false};
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    if (group.rank() == 1) {
+      while (!isOver) std::this_thread::sleep_for(1ms);
+      return;
+    }
+    const auto other = Communicator::derive(group, " other", /*isExternal=*/false);
+    const OpPtr late = group.submit(call(OpKind::kBarrier), nullptr, false, 300ms);
+    const OpPtr busy = other->submitComposite(
+        OpKind::kWindow, [&](CollectiveRunner&) { return workUntil(isOver); }, nullptr, false);
+    while (!late->done() && !busy->done()) std::this_thread::sleep_for(1ms);
+    EXPECT(!busy->done());
+    isOver = true;
+    EXPECT_EQ(group.wait(late, Deadline::never()).code(), Code::kTimeout);
+    EXPECT_OK(other->wait(busy, Deadline::never()));
+  });
+}

@@ -6,6 +6,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/os.h"
 #include "collectives/batch.h"
 #include "engine/membership.h"
 #include "transport/mesh.h"
@@ -21,17 +22,21 @@ enum Step : uint64_t { kOfferStep, kAnswerStep, kVerdictStep };
 constexpr uint64_t kManyAreas = ArenaShape().areas;
 constexpr uint64_t kFewAreas = 3;
 
-Mutex largeArena;
-std::weak_ptr<Segment> largeSegment GUARDED_BY(largeArena);  // of this process
+struct LargeArena {
+  Mutex mutex;
+  std::weak_ptr<Segment> segment GUARDED_BY(mutex);
+};
 
 uint64_t chooseAreas() {
-  const MutexLock lock(largeArena);
-  return largeSegment.expired() ? kManyAreas : kFewAreas;
+  LargeArena& large = perProcess<LargeArena>();
+  const MutexLock lock(large.mutex);
+  return large.segment.expired() ? kManyAreas : kFewAreas;
 }
 
 void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
-  const MutexLock lock(largeArena);
-  if (areas >= kManyAreas) largeSegment = segment;
+  LargeArena& large = perProcess<LargeArena>();
+  const MutexLock lock(large.mutex);
+  if (areas >= kManyAreas) large.segment = segment;
 }
 
 std::unique_ptr<Arena> makeArena(const Sharing& sharing, std::shared_ptr<Segment> segment,

@@ -1,5 +1,6 @@
 // What a rank still does while a failure ends its operations: memory, locks and the log.
 #include <fcntl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -365,4 +366,27 @@ TEST(Endings, aTimeoutEndsACallBesideOneThatAlwaysAdvances) {
     EXPECT_EQ(group.wait(late, Deadline::never()).code(), Code::kTimeout);
     EXPECT_OK(other->wait(busy, Deadline::never()));
   });
+}
+
+// A child of fork() makes groups of its own, whatever lock another thread holds at that moment.
+TEST(Endings, aChildTakesScratchMemory) {
+  (void)ScratchPool::process().take(64);
+  std::atomic<bool> isOver{false};
+  std::thread user([&] {
+    while (!isOver) (void)ScratchPool::process().take(64);
+  });
+  for (int i = 0; i < 100; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(5);
+      (void)ScratchPool::process().take(64);
+      _exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    if (status != 0) break;
+  }
+  isOver = true;
+  user.join();
 }

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/env.h"
+#include "base/os.h"
 #include "collectives/shm/arena.h"
 #include "collectives/shm/collectives.h"
 #include "kernels/copy.h"
@@ -219,10 +220,7 @@ class Chunk {
 
 ScratchPool::ScratchPool() { free_.reserve(kMostBlocks); }
 
-ScratchPool& ScratchPool::process() {
-  static ScratchPool* const pool = new ScratchPool;  // groups may outlive static objects
-  return *pool;
-}
+ScratchPool& ScratchPool::process() { return perProcess<ScratchPool>(); }
 
 ScratchPool::Memory ScratchPool::take(size_t bytes) {
   if (bytes == 0) return {};

@@ -29,6 +29,7 @@ class Arena;
 class ScratchPool {
  public:
   static ScratchPool& process();
+  ScratchPool();  // for process()
 
   // Returns to the pool when it is destroyed. Messages that are received into it must have ended by
   // then: declare it before their Batch.
@@ -50,7 +51,6 @@ class ScratchPool {
   Memory take(size_t bytes);
 
  private:
-  ScratchPool();
   struct Block {
     std::unique_ptr<char[]> data;
     size_t bytes;

@@ -422,20 +422,23 @@ std::optional<Diagnosis::Block> Diagnosis::blockedHead() {
   return block;
 }
 
-Diagnosis::Block Diagnosis::blockBy(const Op& op, const std::string& call, Clock::time_point since,
-                                    std::vector<int> ranks) {
+std::optional<Diagnosis::Block> Diagnosis::blockBy(const Op& op, const std::string& call,
+                                                   Clock::time_point since,
+                                                   std::vector<int> ranks) {
+  std::shared_ptr<Communicator> self = self_.weak_from_this().lock();
+  if (!self) return std::nullopt;  // it is being destroyed
   const std::string text =
       call + " of group '" + group_.options.name + "', for " + seconds(Clock::now() - since);
-  return {self_.shared_from_this(), identityOf(op), text,
-          op.isMessage(),           op.sequence(),  std::move(ranks)};
+  return Block{std::move(self), identityOf(op), text,
+               op.isMessage(),  op.sequence(),  std::move(ranks)};
 }
 
 std::optional<Diagnosis::Block> Diagnosis::blockOf(const CollectiveOp& op,
                                                    std::vector<int> missing) {
   if (missing.empty()) return std::nullopt;
-  Block block = blockBy(op, op.describe() + " (call #" + std::to_string(op.sequence()) + ")",
-                        op.waitsSince(), std::move(missing));
-  block.text += ", waits for " + listRanks(block.ranks, /*withStates=*/false);
+  auto block = blockBy(op, op.describe() + " (call #" + std::to_string(op.sequence()) + ")",
+                       op.waitsSince(), std::move(missing));
+  if (block) block->text += ", waits for " + listRanks(block->ranks, /*withStates=*/false);
   return block;
 }
 

@@ -125,10 +125,10 @@ class Diagnosis {
   std::optional<uint32_t> nextRound(Op& op, Clock::time_point since, Deadline deadline);
   void forward(Question question, const Block& block);
   std::string identityOf(const Op& op) const;
-  Block blockBy(const Op& op, const std::string& call, Clock::time_point since,
-                std::vector<int> ranks);
+  std::optional<Block> blockBy(const Op& op, const std::string& call, Clock::time_point since,
+                               std::vector<int> ranks);
   // Returns the reason why an op is blocked; nullopt if it waits for no particular ranks, or can
-  // continue.
+  // continue, or the group is being destroyed.
   std::optional<Block> blockOf(const CollectiveOp& op, std::vector<int> missing);
   std::optional<Block> blockOf(MessageOp& op);
   std::optional<Block> blockedHead();

@@ -173,4 +173,18 @@ TEST(External, aRankThatLeavesFirstIsNotMissed) {
   }
 }
 
+// The last owner of a group drops it while an operation waits for the other ranks, and is due to
+// ask them why.
+TEST(External, aGroupMayBeDroppedWhileItWaits) {
+  std::latch haveDropped(2);
+  runExternalWorld(2, Links::kTcp, [&](Communicator& group) {
+    auto part = Communicator::derive(group, " part", /*isExternal=*/true);
+    part->setWarnAfter(0ms);
+    if (group.rank() == 0) part->submitExternal(allReduce(4));
+    std::this_thread::sleep_for(10ms);
+    part.reset();
+    haveDropped.arrive_and_wait();
+  });
+}
+
 }  // namespace

@@ -30,8 +30,8 @@ class Acceptor {
     bool isInvitation = false;  // no group need contain the peer
     Link link;                  // once it is admitted
   };
-  // kAccepted, kAskAgain, kRefused, or kGone: no group contains it any more. It learns that when it
-  // asks again.
+  // kAccepted, kAskAgain, kLost, kRefused, or kGone: no group contains it any more. It learns that
+  // when it asks again.
   using Admit = std::function<Outcome(const AcceptedPeer& accepted)>;
   using OnAccepted = std::function<void(AcceptedPeer)>;
 

@@ -27,6 +27,9 @@ constexpr int kMaxHangUps = 50;
 // which is the better explanation.
 constexpr auto kLastWords = grace(400);
 constexpr auto kLookAgain = grace(50);
+// A peer that has lost a connection with this process refuses another one until it has left all
+// groups that both were in. This process may have left them, and may have a new one, earlier.
+constexpr auto kForgets = grace(1000);
 
 [[maybe_unused]] bool isLegal(Dial::State from, Dial::State to) {
   switch (from) {
@@ -124,6 +127,11 @@ void Dial::finish() {
   const bool isMade = task_.result().ok();
   if (detail::isOutOfMemory(task_.result())) throw std::bad_alloc();  // the peer is not at fault
   task_.reset();
+  if (outcome_ == Outcome::kLost) {
+    if (givesUp_.isNever()) givesUp_ = Deadline::after(kForgets);
+    loss_ = {LossReason::kClosed, "it has lost an earlier one"};
+    if (givesUp_.expired()) return moveTo(State::kFailed);
+  }
   if (isToTryAgain()) {
     const bool isLater = outcome_ != Outcome::kGone;
     notYet_ += outcome_ == Outcome::kNotYet;
@@ -303,7 +311,9 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   ReadExactly readVerdict(stream, &verdict, sizeof(verdict), never);
   co_await readVerdict;
   if (readVerdict.hasFailed()) co_return hungUp(isShm);
-  if (verdict.outcome == Outcome::kAskAgain) co_return notNow(verdict.outcome);
+  if (verdict.outcome == Outcome::kAskAgain || verdict.outcome == Outcome::kLost) {
+    co_return notNow(verdict.outcome);
+  }
   if (verdict.outcome != Outcome::kAccepted) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }

@@ -88,10 +88,11 @@ class Dial {
   bool hasProved_ GUARDED_BY(ioRole) = false;
   Outcome outcome_ GUARDED_BY(ioRole) = Outcome::kAccepted;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
-  Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
-  bool isUnauthenticated_ GUARDED_BY(ioRole) = false;        // the peer's proof was wrong
-  size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
-  int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
+  // Set once nothing listened, or the peer had lost an earlier connection.
+  Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();
+  bool isUnauthenticated_ GUARDED_BY(ioRole) = false;  // the peer's proof was wrong
+  size_t notYet_ GUARDED_BY(ioRole) = 0;               // how many times it had not made the group
+  int hangUps_ GUARDED_BY(ioRole) = 0;                 // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);
   Loss loss_ GUARDED_BY(ioRole);
 };

@@ -48,7 +48,7 @@ namespace mycoll {
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
-constexpr uint32_t kProtocolVersion = 11;
+constexpr uint32_t kProtocolVersion = 12;
 
 // How a handshake, or an attempt to connect, ends.
 enum class Outcome : uint32_t {
@@ -56,7 +56,8 @@ enum class Outcome : uint32_t {
   kNotYet,        // the acceptor did not make the group within the time it could wait
   kGone,          // ... has left the group
   kAskAgain,      // ... has, or makes, a connection of its own
-  kRefused,       // the connection is lost, there is no such connection to join, or no memory
+  kRefused,       // there is no such connection to join, or no memory
+  kLost,          // ... has lost a connection with the connector, and makes no other one
   kBusy,          // not sent: the acceptor has too many connections that wait
 };
 
@@ -88,7 +89,7 @@ struct Proof {
   Digest mac;
 };
 struct Verdict {
-  Outcome outcome = Outcome::kRefused;  // or kAccepted, kAskAgain
+  Outcome outcome = Outcome::kRefused;  // or kAccepted, kAskAgain, kLost
   uint32_t reserved = 0;
 };
 

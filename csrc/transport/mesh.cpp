@@ -340,7 +340,7 @@ Outcome Mesh::admit(const Acceptor::AcceptedPeer& accepted) const {
     // about to detect the loss.
     case Connection::State::kOpen:
     case Connection::State::kEnding: return Outcome::kAskAgain;
-    case Connection::State::kLost: return Outcome::kRefused;
+    case Connection::State::kLost: return Outcome::kLost;
   }
   return Outcome::kAccepted;
 }

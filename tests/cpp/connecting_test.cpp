@@ -29,6 +29,7 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "meshes.h"
+#include "passing_sender.h"
 #include "test.h"
 #include "transport/connection.h"
 #include "transport/handshake.h"
@@ -408,4 +409,71 @@ TEST(Connecting, childrenMakeEngines) {
   }
   isOver = true;
   maker.join();
+}
+
+namespace {
+
+// Breaks all connections of a process.
+class BreakingTap final : public LinkTap {
+ public:
+  bool isBroken = false;
+
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Sender>(*this, std::move(link));
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+ private:
+  struct Sender final : test::PassingSender {
+    Sender(const BreakingTap& tap, std::unique_ptr<LinkSender> link)
+        : PassingSender(std::move(link)), owner(tap) {}
+    ssize_t write(const Span* parts, int count) override {
+      if (!owner.isBroken) return link_->write(parts, count);
+      shutdown(fd(), SHUT_RDWR);
+      return -1;
+    }
+    const BreakingTap& owner;
+  };
+};
+
+}  // namespace
+
+// Two processes have lost their connection. One of them has left their group since, and makes a
+// connection for a new one. The other one refuses that as long as it has not left the first group.
+TEST(Connecting, aLostConnectionIsMadeAgainWhenBothHaveForgottenIt) {
+  for (const bool isForgotten : {false, true}) {
+    const auto transport = isForgotten ? TransportChoice::kTcp : TransportChoice::kAuto;
+    const auto tap = std::make_shared<BreakingTap>();
+    Meshes world(2, transport, {{0, tap}});
+    world.join(0, 1, {0, 1});
+    world.join(1, 1, {0, 1});
+    ASSERT(world.talk(0, 1, 1, 0, 1));
+    tap->isBroken = true;
+    EXPECT(!world.talk(0, 1, 1, 0, 1));
+    ASSERT(world.turnUntil([&] {
+      return world.all[0]->hasLost(world.addresses[1]) && world.all[1]->hasLost(world.addresses[0]);
+    }));
+    tap->isBroken = false;
+    world.members.erase({0, 1});
+    ASSERT(!world.all[0]->hasLost(world.addresses[1]));
+    Mailbox& mailbox = *world.join(0, 2, {0, 1}).mailbox;
+    world.join(1, 2, {0, 1});
+    int value = 7;
+    Transfer sending;
+    mailbox.send(sending, 1, MessageClass::kPointToPoint, 77, Meshes::word(4), {&value, 4});
+    world.turn();
+    EXPECT(!sending.isDone());
+    if (isForgotten) {
+      world.members.erase({1, 1});
+      world.members.erase({1, 2});
+      world.join(1, 2, {0, 1});
+    }
+    ASSERT(world.turnUntil([&] { return sending.isDone(); }));
+    if (isForgotten) {
+      EXPECT_OK(sending.status());
+      continue;
+    }
+    EXPECT_EQ(sending.status().code(), Code::kPeerLost);
+    EXPECT(sending.status().message().find("has lost an earlier one") != std::string::npos);
+  }
 }

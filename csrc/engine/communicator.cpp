@@ -15,6 +15,7 @@
 #include "engine/engine.h"
 #include "engine/formation.h"
 #include "engine/invitation.h"
+#include "engine/timed_store.h"
 #include "engine/window.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"
@@ -115,9 +116,10 @@ Signature signatureOf(OpKind kind, const Message& message = {}) {
 
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
+  TimedStore timed(std::move(store), options);
   const Status made = engine ? Status() : Engine::process(&options, &engine);
   if (!made.ok()) {
-    return inGroup(options.name, reportAbsence(options, *store, made));
+    return inGroup(options.name, reportAbsence(options, timed, made));
   }
   if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
     return inGroup(options.name,
@@ -129,7 +131,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   if (options.isOfJob && !options.globalRanks.empty()) {
     known = knownPeers(*engine, options);
   }
-  return form(std::move(options), store.get(), engine, std::move(known), result);
+  return form(std::move(options), &timed, engine, std::move(known), result);
 }
 
 Status Communicator::form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,

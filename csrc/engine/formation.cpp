@@ -98,6 +98,10 @@ Status read(Store& store, int rank, bool* found, Handle* handle) {
   return *found ? Handle::decode(text, handle) : Status();
 }
 
+bool isInterrupted(const GroupOptions& options, const Store* store) {
+  return (store && store->wasInterrupted()) || (options.interrupted && options.interrupted());
+}
+
 bool isAlive(const PeerAddress& peer) { return isLiving(lookAtProcess(peer.pid, peer.startTicks)); }
 
 // Whether the rank waits, or may begin to wait, and has not read the last handle of another rank.
@@ -123,12 +127,12 @@ Status awaitReaders(const GroupOptions& options, Store& store, const std::vector
   for (const int rank : ranks) readers.emplace(rank, "");
   for (;;) {
     for (auto it = readers.begin(); it != readers.end();) {
-      if (options.interrupted && options.interrupted()) return interrupted();
+      if (isInterrupted(options, &store)) return interrupted();
       if (end.expired()) return Status();
       const bool isWaiting = isToRead(store, it->first, last, arrival, &it->second);
       it = isWaiting ? std::next(it) : readers.erase(it);
     }
-    if (readers.empty()) return Status();
+    if (readers.empty()) return store.wasInterrupted() ? interrupted() : Status();
     std::this_thread::sleep_for(kTick);
   }
 }
@@ -176,7 +180,7 @@ class Forming {
     return std::clamp(std::chrono::duration_cast<Milliseconds>(waited() / kPartOfWait), shortest,
                       kLongestPoll);
   }
-  bool isInterrupted() const { return options_.interrupted && options_.interrupted(); }
+  bool isInterrupted() const { return mycoll::isInterrupted(options_, store_); }
   // Not ok: another process has this rank, or rank 0 has sent why the group cannot be made.
   Status sentError();
   bool isVisible(const PeerAddress& peer) const { return peer.isVisibleTo(mine_.address); }
@@ -254,6 +258,7 @@ Status Forming::run(GroupAddress* result) {
     status = openReception(nonceOf(known_, options_.rank), /*isOnce=*/!known_.nonces.empty());
   }
   if (status.ok()) status = awaitAll();
+  if (status.ok() && store_ && store_->wasInterrupted()) status = interrupted();
   const bool isFormed = status.ok() || !reportFailure(&status);
   const Code code = status.code();
   const bool isShort = isFormed || code == Code::kTimeout || code == Code::kInterrupted;

@@ -29,6 +29,9 @@ class Store {
     *now = value;
     return set(key, value);
   }
+  // Whether a signal has ended a call. The signal was taken from the interpreter, which will not
+  // raise it again.
+  virtual bool wasInterrupted() const { return false; }
 };
 
 }  // namespace mycoll

@@ -1227,3 +1227,61 @@ TEST(Formation, anotherSecretIsReported) {
   EXPECT(says(status, "MYCOLL_SECRET_FILE must be the same"));
   EXPECT(says(formAs(optionsOf(1, 2), store), "MYCOLL_SECRET_FILE must be the same"));
 }
+
+namespace {
+
+// A store whose server stops to answer.
+class StoppedStore final : public Store {
+ public:
+  explicit StoppedStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  Status set(const std::string& key, const std::string& value) override {
+    stop();
+    return store_->set(key, value);
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    stop();
+    return store_->tryGet(key, found, value);
+  }
+  std::atomic<bool> isStopped{false}, isAsked{false};
+
+ private:
+  void stop() {
+    while (isStopped) {
+      isAsked = true;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+  const std::shared_ptr<Store> store_;
+};
+
+}  // namespace
+
+// A store that does not answer holds no rank longer than its timeout, whether the rank waits for
+// others or comes first.
+TEST(Formation, aStoreThatDoesNotAnswerIsReported) {
+  for (const int rank : {0, 1}) {
+    for (const bool isLater : {false, true}) {
+      const auto store = std::make_shared<StoppedStore>(std::make_shared<MemoryStore>());
+      store->isStopped = !isLater;
+      std::thread stopper([&] {
+        std::this_thread::sleep_for(milliseconds(50));
+        store->isStopped = true;
+      });
+      const Status status = formAs(optionsOf(rank, 2, 300), store);
+      stopper.join();
+      store->isStopped = false;
+      EXPECT_EQ(status.code(), Code::kTimeout);
+      EXPECT(says(status, "rank " + std::to_string(rank) + " waited for"));
+    }
+  }
+}
+
+TEST(Formation, isInterruptedWhileTheStoreDoesNotAnswer) {
+  const auto store = std::make_shared<StoppedStore>(std::make_shared<MemoryStore>());
+  store->isStopped = true;
+  GroupOptions options = optionsOf(1, 2, 60'000);
+  std::atomic<bool> isSignalled{true};
+  options.interrupted = [&] { return store->isAsked && isSignalled.exchange(false); };
+  EXPECT_EQ(formAs(options, store).code(), Code::kInterrupted);
+  store->isStopped = false;
+}

@@ -236,7 +236,9 @@ void Engine::doChores() {
   nextCheck_ = now + kWaitTick;
   const std::vector<std::shared_ptr<Communicator>> living = groups();
   for (auto& group : living) {
-    if (group->queue().isUnattended()) group->diagnosis().checkHealth();
+    if (!group->queue().isUnattended()) continue;
+    mesh_->checkProcesses();
+    group->diagnosis().checkHealth();
   }
   if (now < nextChores_) return;
   nextChores_ = now + kChores;

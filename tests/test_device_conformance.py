@@ -181,8 +181,20 @@ def messages_and_collectives(ctx: Ctx) -> None:
     ctx.same(z.cpu(), torch.full((100,), 1.0))
 
 
+def splits_on_one_rank(ctx: Ctx) -> None:
+    """Equal parts, which only one rank describes."""
+    n = ctx.size
+    splits = [2] * n if ctx.rank == 0 else None
+    x = torch.arange(2 * n, device=ctx.device) + 100 * ctx.rank
+    y = torch.zeros_like(x)
+    dist.all_to_all_single(y, x, splits, splits)
+    ctx.same(y.cpu(), torch.cat([torch.arange(2) + 2 * ctx.rank + 100 * of for of in range(n)]))
+
+
 @pytest.mark.parametrize(
-    "job", [shared_memory, even_and_uneven, messages_and_collectives], ids=named
+    "job",
+    [shared_memory, even_and_uneven, messages_and_collectives, splits_on_one_rank],
+    ids=named,
 )
 @pytest.mark.worlds(3)
 def test_unusual_arguments(device_world, job):

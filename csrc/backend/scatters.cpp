@@ -150,7 +150,6 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
   Request request(caller, c10d::OpType::ALLTOALL_BASE, opts);
   const Span out = request.output(output);
   const Span in = request.input(input);
-  request.addList(outputSplits.empty() && inputSplits.empty());
   request.addCall(OpKind::kAllToAll, input, cut(in, inBytes), cut(out, outBytes));
   return run(request, input, output);
 }

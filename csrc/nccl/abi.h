@@ -115,8 +115,7 @@ struct Config {
     (void* buffer, size_t count, DataType type, int peer, RawComm* comm, CudaStream stream))
 
 // Null where the library does not have them. The first version that does: 2.18.1 (commSplit), 2.19
-// (memAlloc, commRegister), 2.27 (commWindowRegister), 2.28 (alltoAll, gather, scatter), 2.28.7
-// (commRevoke).
+// (memAlloc, commRegister), 2.27 (commWindowRegister), 2.28.7 (commRevoke).
 #define MYCOLL_NCCL_OPTIONAL(X)                                                                \
   X(commSplit, ncclCommSplit, Result,                                                          \
     (RawComm * comm, int color, int key, RawComm** child, Config* config))                     \
@@ -128,16 +127,7 @@ struct Config {
   X(commWindowRegister, ncclCommWindowRegister, Result,                                        \
     (RawComm * comm, void* buffer, size_t bytes, Window** window, int flags))                  \
   X(commWindowDeregister, ncclCommWindowDeregister, Result, (RawComm * comm, Window * window)) \
-  X(commRevoke, ncclCommRevoke, Result, (RawComm * comm, int flags))                           \
-  X(alltoAll, ncclAlltoAll, Result,                                                            \
-    (const void* send, void* receive, size_t count, DataType type, RawComm* comm,              \
-     CudaStream stream))                                                                       \
-  X(gather, ncclGather, Result,                                                                \
-    (const void* send, void* receive, size_t count, DataType type, int root, RawComm* comm,    \
-     CudaStream stream))                                                                       \
-  X(scatter, ncclScatter, Result,                                                              \
-    (const void* send, void* receive, size_t count, DataType type, int root, RawComm* comm,    \
-     CudaStream stream))
+  X(commRevoke, ncclCommRevoke, Result, (RawComm * comm, int flags))
 
 namespace mycoll::nccl {
 

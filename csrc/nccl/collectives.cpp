@@ -159,12 +159,7 @@ class Enqueuer {
     return {};
   }
 
-  Status gather(Span in, const Spans& out, int root, bool isFlat) {
-    if (isFlat && functions_.gather != nullptr) {
-      // Only the root writes to it, but with NCCL_CHECK_POINTERS a null pointer is rejected.
-      void* const to = rank() == root ? out[0].data : in.data;
-      return call("ncclGather", functions_.gather, in.bytes, in.data, to, in.bytes, kBytes, root);
-    }
+  Status gather(Span in, const Spans& out, int root) {
     if (rank() != root) return send(in, root);
     MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int peer = 0; peer < ranks(); ++peer) {
@@ -175,12 +170,7 @@ class Enqueuer {
     return {};
   }
 
-  Status scatter(const Spans& in, Span out, int root, bool isFlat) {
-    if (isFlat && functions_.scatter != nullptr) {
-      const void* const from = rank() == root ? in[0].data : out.data;  // see gather()
-      return call("ncclScatter", functions_.scatter, out.bytes, from, out.data, out.bytes, kBytes,
-                  root);
-    }
+  Status scatter(const Spans& in, Span out, int root) {
     if (rank() != root) return receive(out, root);
     MYCOLL_RETURN_IF_ERROR(issue_.group());
     for (int peer = 0; peer < ranks(); ++peer) {
@@ -191,11 +181,9 @@ class Enqueuer {
     return {};
   }
 
-  Status allToAll(const Spans& in, const Spans& out, bool isFlat) {
-    if (isFlat && functions_.alltoAll != nullptr) {
-      return call("ncclAlltoAll", functions_.alltoAll, in[0].bytes, in[0].data, out[0].data,
-                  in[0].bytes, kBytes);
-    }
+  // Not ncclAlltoAll, nor ncclGather and ncclScatter above: all ranks would have to call these, and
+  // no rank knows whether the sizes of the other pairs of ranks are equal, too.
+  Status allToAll(const Spans& in, const Spans& out) {
     MYCOLL_RETURN_IF_ERROR(issue_.group());
     // Starts with the next rank, so that not all ranks send to rank 0 first.
     for (int step = 0; step < ranks(); ++step) {
@@ -262,9 +250,9 @@ Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& fo
                          call.root);
     case OpKind::kReduceScatter: return nccl.reduceScatter(call.in, call.out[0], how, form.isFlat);
     case OpKind::kAllGather: return nccl.allGather(call.in[0], call.out, form.isFlat);
-    case OpKind::kGather: return nccl.gather(call.in[0], call.out, call.root, form.isFlat);
-    case OpKind::kScatter: return nccl.scatter(call.in, call.out[0], call.root, form.isFlat);
-    case OpKind::kAllToAll: return nccl.allToAll(call.in, call.out, form.isFlat);
+    case OpKind::kGather: return nccl.gather(call.in[0], call.out, call.root);
+    case OpKind::kScatter: return nccl.scatter(call.in, call.out[0], call.root);
+    case OpKind::kAllToAll: return nccl.allToAll(call.in, call.out);
     default: return {};  // refused above
   }
 }

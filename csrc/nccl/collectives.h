@@ -12,9 +12,10 @@ namespace mycoll::nccl {
 
 // Properties of a call that Call does not contain.
 struct Form {
-  // A promise, made by all ranks or by none: the parts of a list are equal in size and contiguous,
-  // also on the other ranks. Then NCCL has one function for the operation. Without it a list is a
-  // group of transfers even if it is contiguous here, as those of other ranks may not be.
+  // Of an all_gather or a reduce_scatter. A promise, made by all ranks or by none: the parts of the
+  // list are equal in size and contiguous, also on the other ranks. Then NCCL has one function for
+  // the operation. Without it a list is a group of transfers even if it is contiguous here, as those
+  // of other ranks may not be.
   bool isFlat = false;
   int capability = 0;  // of the oldest GPU of all ranks, 90 for sm_90; 0: not known
 };

@@ -21,7 +21,7 @@ from jobs.hooks import engines_log, helper_threads, hooks_that_raise
 from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device, training
-from worlds.device_tensors import NUMEL, Pool, full, is_all
+from worlds.device_tensors import NUMEL, Pool, full, here, is_all
 from worlds.worker import Ctx, write_coverage
 
 PATHS = ("nccl", "host")
@@ -723,6 +723,25 @@ def test_ranks_that_do_not_fit(fresh_device_world, scripted, variable, values, t
     world = fresh_device_world(2, "nccl", init=False)
     for answer in world.run(told_differently, variable, values, kind):
         assert answer.startswith("mycoll group '0': ") and text in answer, answer
+
+
+def one_through_host_memory(ctx: Ctx) -> str:
+    """The rank that has chosen host memory waits for no other rank."""
+    os.environ["MYCOLL_CUDA"] = ("host", "auto")[ctx.rank]
+    ctx.init()
+    try:
+        for source in (0, 1):
+            (dist.send if ctx.rank == source else dist.recv)(full(ctx, 1), 1 - ctx.rank)
+            here(ctx).synchronize()
+    except ERRORS as error:
+        return str(error)
+    return ""
+
+
+def test_messages_of_ranks_that_do_not_fit(fresh_device_world, scripted):
+    world = fresh_device_world(2, "nccl", init=False)
+    for answer in world.run(one_through_host_memory):
+        assert "MYCOLL_CUDA differs: it is host on rank 0 and auto on rank 1" in answer, answer
 
 
 def shared_gpu(ctx: Ctx) -> None:

@@ -83,6 +83,7 @@ Report reportOf(c10::Device device) {
   Report report;
   report.choice = static_cast<uint8_t>(Env::process().cuda);
   report.host = fnv1a(hostIdentity());
+  if (Env::process().cuda == CudaPath::kHost) return report;
   const nccl::Library* library = nullptr;
   const Status status = findNccl(&library);
   if (status.ok()) {
@@ -186,12 +187,15 @@ void PathChoice::adoptNccl(const PathChoice& parent) {
   path_.store(DevicePath::kNccl, std::memory_order_release);
 }
 
+DevicePath PathChoice::ownPath() const {
+  return Env::process().cuda == CudaPath::kHost ? DevicePath::kHost : known();
+}
+
 DevicePath PathChoice::knownWith(int peer) const {
-  // All ranks were configured so; or the rank sends to itself, where NCCL's send would wait
-  // forever.
-  if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) return DevicePath::kHost;
+  // To itself, where NCCL's send would wait forever.
+  if (peer == place_.rank) return DevicePath::kHost;
   // No rank to agree with; NCCL's path refuses it.
-  if (peer == kAnySource) return known() == DevicePath::kHost ? known() : DevicePath::kNccl;
+  if (peer == kAnySource) return ownPath() == DevicePath::kHost ? ownPath() : DevicePath::kNccl;
   MutexLock lock(mutex_);
   const auto found = withPeers_.find(peer);
   return found == withPeers_.end() ? DevicePath::kUnknown : found->second;
@@ -213,7 +217,7 @@ DevicePath PathChoice::exchangeWith(c10::Device device, int peer) {
   const OpPtr sent =
       control.send({{mine.get(), sizeof(Proposal)}, peer, kPathTag, DType::kUInt8}, mine,
                    /*willWait=*/false, kNoDeadline);
-  if (mine->path != DevicePath::kUnknown) return mine->path;
+  if (ownPath() != DevicePath::kUnknown) return ownPath();
   const auto theirs = std::make_shared<Proposal>();
   const OpPtr came = control.recv({{theirs.get(), sizeof(Proposal)}, peer, kPathTag, DType::kUInt8},
                                   theirs, /*willWait=*/true, kNoDeadline);

@@ -40,8 +40,11 @@ class PathChoice {
   // checked: whether the ranks can use NCCL. Returns the path, or fails the group if the ranks must
   // not continue.
   DevicePath pathFor(const Status& checked, bool warns);
+  // The path of this rank's messages that needs no answer of another rank: the group's, or host
+  // memory if MYCOLL_CUDA says so. kUnknown: there is none.
+  DevicePath ownPath() const;
   // Both ranks get the same result: the group's path, if one of them knows it, or else one that
-  // both can use.
+  // both can use. If MYCOLL_CUDA differs, the rank that waits for the other one fails the group.
   DevicePath exchangeWith(c10::Device device, int peer);
 
   const DevicePlace& place_;

@@ -143,3 +143,12 @@ def test_a_file_of_rank_0_that_cannot_be_written_ends_all() -> None:
     assert [code for code, *_ in ended] == [2, 2]
     errors = [error for *_, error in ended]
     assert "--json: " in errors[0] and errors[1] == ""
+
+
+@pytest.mark.tools
+def test_a_disk_that_is_full() -> None:
+    words = ["bench", "barrier", "--nproc", "2", "--backend", "gloo", "--rounds", "1"]
+    done = warm.run_module("mycoll", *words, "--json", "/dev/full", timeout=_TIMEOUT_SECONDS)
+    assert done.returncode == 1
+    assert "rank 0 of 2 failed:\n\nOSError: [Errno 28] No space left" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

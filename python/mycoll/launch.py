@@ -159,10 +159,12 @@ def _spawn(
         _collect(ranks, timeout, is_command)
         if failures := {each.number: each.failure for each in ranks if each.failure is not None}:
             first = min(failures, key=lambda n: (failures[n].is_consequence, failures[n].when))
-            message = f"rank {first} of {nprocs} failed:\n\n{failures[first].text.rstrip()}"
+            failure = failures[first]
+            text = failure.cause if is_command and failure.is_of_system else failure.text.rstrip()
+            message = f"rank {first} of {nprocs} failed:\n\n{text}"
             if others := ", ".join(str(rank) for rank in failures if rank != first):
                 message += f"\n\nAfter it failed: rank {others}."
-            raise SpawnError(message, first, failures[first].cause)
+            raise SpawnError(message, first, failure.cause)
         return [pickle.loads(each.result) for each in ranks]
     finally:
         _stop(ranks)
@@ -174,6 +176,7 @@ class _Failure:
     when: float  # on the clock that all processes of the machine share
     is_consequence: bool  # it reports that another rank is in trouble
     cause: str  # the text without the traceback
+    is_of_system: bool = False  # an OSError, as of a full disk
 
 
 @dataclass
@@ -314,7 +317,8 @@ def _run(call: Callable[[], bytes], parent: int, sender: Connection) -> None:
         text = "".join(traceback.format_exception(error))
         cause = "".join(traceback.format_exception_only(error)).strip()
         with contextlib.suppress(OSError):  # the parent has been interrupted, too
-            sender.send((b"", _Failure(text, when, _is_consequence(error), cause)))
+            kinds = _is_consequence(error), cause, isinstance(error, OSError)
+            sender.send((b"", _Failure(text, when, *kinds)))
         sender.close()
         _leaving.close_all(_leaving.ended_by(error))  # the others' errors then name the reason
         for stream in (sys.stdout, sys.stderr):

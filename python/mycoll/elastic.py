@@ -142,6 +142,8 @@ class ElasticGroup:
         known = [*handles, *(_publish(store, name, self.handle) if store is not None else ())]
         # The processes that this one knows. In a group: its ranks, in order.
         self._members = [*dict.fromkeys(each for each in known if each != self.handle), self.handle]
+        for each in known:
+            self._is_fit(each)  # warns now: with other settings it may not even be reachable
         self._meet(ranks or min_ranks, timeout)
 
     @property

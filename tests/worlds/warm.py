@@ -69,6 +69,7 @@ def server(*preload: str) -> socket.socket:
     requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
     shared = None if preload else os.environ.get(SHARED)
     requests.connect(abstract(shared or launch(*preload)))
+    atexit.register(requests.close)
     return requests
 
 

@@ -1,23 +1,16 @@
 """Wraps torch functions that depend on a backend's name, so that they work for mycoll's groups.
 
-torch (2.15 does less of it, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's,
-ignores `_set_pg_timeout` for other backends than gloo and NCCL, and refuses `dist.split_group`
-where no accelerator is bound to the job; a group made by `dist.shrink_group` serves one kind of
-device, where its parent may have served several; torch.distributed.nn has no gradient of
-`all_gather_into_tensor` but over NCCL; an exception inside `_coalescing_manager` leaves the block
-open. The first mycoll group of a process wraps them; a process that makes none keeps torch's own.
-For groups without mycoll, torch's function is called with the same arguments. The collectives of
-objects are in objects.py.
+docs/compatibility.md lists them, and what torch's own do. The first mycoll group of a process wraps
+them; a process that makes none keeps torch's own. For groups without mycoll, torch's function is
+called with the same arguments. The collectives of objects are in objects.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
@@ -50,7 +43,6 @@ def install() -> None:
     replace("split_group", _wrap_split_group)
     replace("shrink_group", _wrap_shrink_group)
     replace("_get_split_source", _wrap_get_split_source)
-    _give_all_gather_a_gradient()
 
 
 def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
@@ -316,40 +308,6 @@ def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]
         return _block(whole, block)
 
     return coalescing_manager
-
-
-def _give_all_gather_a_gradient() -> None:
-    """torch.distributed.nn refuses the gradient of all_gather_into_tensor to all backends but nccl
-    and xccl."""
-    function = _import_functional()._AllGatherBase
-    original = function.backward
-
-    @functools.wraps(original)
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if _backend_names(ctx.group).get(grad.device.type) != "mycoll":
-            return original(ctx, grad)
-        rows = grad.size(0) // dist.get_world_size(ctx.group)
-        mine = grad.new_empty((rows, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return None, mine, None
-
-    function.backward = staticmethod(backward)
-
-
-def _import_functional() -> types.ModuleType:
-    """Imports torch.distributed.nn.functional. Its functions take the world at the time of the
-    import as their default group: they would keep that group alive after its destruction, and use
-    it instead of a later one."""
-    name = "torch.distributed.nn.functional"
-    is_imported = name in sys.modules  # by the program
-    module = importlib.import_module(name)
-    for function in vars(module).values() if not is_imported else ():
-        if isinstance(function, types.FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(
-                None if isinstance(value, ProcessGroup) else value
-                for value in function.__defaults__
-            )
-    return module
 
 
 def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:

@@ -49,12 +49,6 @@ def gradients(ctx: Ctx) -> None:
         out = dist_nn.all_gather(x)
         sum(t.sum() * (ctx.rank + 1) for t in out).backward()
         ctx.same(x.grad, torch.full((3,), scale))
-    if not ctx.gloo:
-        with ctx.case("all_gather_into_tensor"):
-            x = torch.ones(2, 3, requires_grad=True)
-            out = dist_nn._all_gather_base(torch.zeros(2 * n, 3), x)
-            (out * (ctx.rank + 1)).sum().backward()
-            ctx.same(x.grad, torch.full((2, 3), scale))
     with ctx.case("broadcast"):
         x = torch.full((3,), float(ctx.rank), requires_grad=True)
         out = dist_nn.broadcast(x, 0)

@@ -351,3 +351,27 @@ def test_processes() -> None:
         assert other.returncode == 0, error
     finally:
         other.kill()
+
+
+BESIDE_A_DEFAULT_GROUP = """
+import mycoll, torch, torch.distributed as dist
+
+group = mycoll.process_group(dist.HashStore(), 0, 1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for call in (
+    lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=group),
+    lambda: dist.all_gather_object([None], lambda: 1, group=group),  # no pickle
+    lambda: group.shutdown() or dist.barrier(group=group),
+):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_errors_beside_a_default_group() -> None:
+    """torch describes the group of an error for its log, where it lists no such group."""
+    program = warm.start(BESIDE_A_DEFAULT_GROUP)
+    out, errors = program.communicate(timeout=60)
+    assert out.split() == ["ArgumentError", "AttributeError", "DistBackendError"], errors

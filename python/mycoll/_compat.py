@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, c10d_logger, distributed_c10d
 
-from mycoll._groups import backend_of, members, once, replace, unwrapped
+from mycoll._groups import backend_of, members, once, rebind, replace, unwrapped
 from mycoll._native import native
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
@@ -218,9 +218,20 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @once
-def guard_coalescing() -> None:
-    """Wraps `_coalescing_manager`, once in a process; also for groups in gloo's place."""
+def guard_errors() -> None:
+    """Wraps what loses errors, once in a process; also for groups in gloo's place, and for those
+    that torch does not list."""
     replace("_coalescing_manager", _wrap_coalescing_manager)
+    original = c10d_logger._get_msg_dict
+
+    @functools.wraps(original)
+    def get_msg_dict(name: str, *args: Any, **more: Any) -> dict[str, Any]:
+        # torch logs an error with its group; what this raises takes the place of the error.
+        with contextlib.suppress(ValueError):
+            return original(name, *args, **more)
+        return {"func_name": name}
+
+    rebind("_get_msg_dict", original, get_msg_dict)
 
 
 class _OwnBlocks(threading.local):

@@ -54,7 +54,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
 def prepare() -> ModuleType:
     """The compiled module, ready for a group to be made."""
     module = native()
-    _compat.guard_coalescing()
+    _compat.guard_errors()
     objects.install()
     _leaving.watch_child()
     warn_of_unknown_variables()

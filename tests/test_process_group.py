@@ -353,6 +353,11 @@ def test_processes() -> None:
         other.kill()
 
 
+def test_a_monitored_barrier() -> None:
+    store = dist.HashStore()
+    on_all(lambda rank: dist.monitored_barrier(make(store, rank, 2)), 2)
+
+
 BESIDE_A_DEFAULT_GROUP = """
 import mycoll, torch, torch.distributed as dist
 

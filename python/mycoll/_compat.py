@@ -49,6 +49,9 @@ def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
     """{"cpu": "mycoll", "cuda": "nccl"}; empty when this process is not in the group."""
     if distributed_c10d._rank_not_in_group(group):
         return {}
+    whole = members(group)
+    if whole not in distributed_c10d._world.pg_map:  # of mycoll.process_group
+        return {each.type: whole._get_backend(each).name() for each in whole._device_types}
     config = dist.get_backend_config(group)
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 

@@ -310,6 +310,18 @@ def test_a_reconfigure_that_times_out_leaves_the_group_as_it_was() -> None:
 
 
 @needs_reconfigure
+def test_the_ranks_of_a_generation_know_it_by_one_name() -> None:
+    """split_group counts by it: newcomers have not split the generations before."""
+    groups = elastic(3)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    reconfigure_all(groups, [0, 1], 1)
+    (first,) = {each._name for each in backends[:2]}
+    reconfigure_all(groups, [2, 1, 0], 2)
+    (second,) = {each._name for each in backends}
+    assert first != second
+
+
+@needs_reconfigure
 def test_abort_ends_one_generation() -> None:
     groups = elastic(2)
     reconfigure_all(groups, [0, 1], 1)

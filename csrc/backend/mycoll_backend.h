@@ -94,6 +94,8 @@ class MycollBackend final : public c10d::Backend {
   OptionsPtr options() const { return shown_ ? shown_ : OptionsPtr(generations_.options()); }
   // A shrunk group has the same name on all of its ranks; torch's own name for it may differ.
   const std::string& groupName() const { return groupName_; }
+  // The same on all ranks, and another one after each reconfigure().
+  std::string nameOfRanks() const { return callOf("_name").communicator()->options().name; }
 
   const std::string getBackendName() const override {
     return shown_ ? shown_->backend : kBackendName;

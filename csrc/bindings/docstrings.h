@@ -231,7 +231,7 @@ inline constexpr const char* kBackendSplitDevices =
     R"(Gives a child group that was split off a part of NCCL's communicator, if there is one. All ranks
 of this group call it after the split. `child`: `None` if this rank is in none. `willing`: false
 if this rank could not make its child; then no rank splits the communicator.)";
-inline constexpr const char* kBackendName = "The group's name.";
+inline constexpr const char* kBackendName = "The name of the group's present ranks.";
 inline constexpr const char* kBackendDropCoalescing =
     "Drops the calls that this thread has collected in a coalescing block that raised an "
     "exception.";

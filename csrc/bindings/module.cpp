@@ -407,7 +407,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("tensor") = std::nullopt, NoGil(), doc::kBackendNewWindow)
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
            py::arg("willing"), NoGil(), doc::kBackendSplitDevices)
-      .def_property_readonly("_name", &MycollBackend::groupName, doc::kBackendName)
+      .def_property_readonly("_name", &MycollBackend::nameOfRanks, doc::kBackendName)
       .def("_drop_coalescing", &MycollBackend::dropCoalescing, NoGil(), doc::kBackendDropCoalescing)
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"), NoGil(),
            doc::kBackendSetDefaultTimeout)

@@ -12,6 +12,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from typing import Any
@@ -26,8 +27,9 @@ from mycoll._native import native
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
-# By parent: how often it has been split. The members count alike, as all of them split it.
-_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+# By parent: how often it has been split, by the name that its ranks have in common: after
+# reconfigure() they have another one. They count alike, as all of them split it.
+_splits: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 @once
@@ -116,16 +118,17 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
             return make() if ours is None else _split_devices(ours, make)
         backend = _part_of_backends(parent, more.get("backend"))
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
-        before = _splits.get(parent, 0)
-        _splits[parent] = before + 1
+        ours = unwrapped(parent._get_backend(torch.device("cpu")))
+        name = getattr(ours, "_name", parent.group_name)
+        counts = _splits.setdefault(parent, Counter())
+        counts[name] += 1
         if mine is None:
             # As torch: -100 since 2.15, whose annotations have a name for it.
             outside = dist.GroupMember.NON_GROUP_MEMBER
             return outside if hasattr(distributed_c10d, "_NonGroupMember") else None
         # As new_group, but only these ranks take part. They meet in the store by the group's name,
         # for which torch would count the groups of the process, and those differ.
-        ours = unwrapped(parent._get_backend(torch.device("cpu")))
-        name = f"{getattr(ours, '_name', parent.group_name)}:split{before}:{mine[0]}"
+        name = f"{name}:split{counts[name] - 1}:{mine[0]}"
         ranks = [dist.get_global_rank(parent, rank) for rank in mine]
         kind, world = distributed_c10d.Backend(backend), distributed_c10d._world
         made: ProcessGroup

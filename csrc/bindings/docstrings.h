@@ -74,87 +74,27 @@ inline constexpr const char* kArgumentError = R"(An argument was refused.
 It is a ValueError and a RuntimeError: programs that are written for torch's own backends catch the
 latter.)";
 
-inline constexpr const char* kEndpoint = R"(The compiled half of mycoll.Endpoint.
-
-Any thread may call its methods.)";
-inline constexpr const char* kEndpointInit = R"(Makes this process reachable for others.
-
-Args:
-    name: The same on all ranks; it appears in messages.
-    timeout: The longest time of an operation of its groups.
-    store_host: The host that decides which network interface is used; `""`: not known.
-
-Raises:
-    DistNetworkError: No network interface can be used.
-)";
-inline constexpr const char* kEndpointHandle =
-    "The text that others need to reach this process: a secret, unless MYCOLL_SECRET_FILE is set.";
+// mycoll.Endpoint and csrc/engine/endpoint.h explain these.
+inline constexpr const char* kEndpoint = "The compiled half of mycoll.Endpoint, for any thread.";
+inline constexpr const char* kEndpointInit = "Makes this process reachable for others.";
+inline constexpr const char* kEndpointHandle = "The text that others need to reach this process.";
 inline constexpr const char* kEndpointMismatch =
-    R"(Returns why a process cannot be in a group with this one, whether it lives or not.
-
-Args:
-    handle: The handle of the process.
-
-Returns:
-    The settings in which the two differ, with the host and the pid of the other one; or that the
-    handle is not one of mycoll's. `""`: nothing prevents a group.
-)";
+    R"(Returns why the process with this handle cannot be in a group with this one, whether it lives or
+not: the settings in which the two differ. `""`: nothing prevents a group.)";
 inline constexpr const char* kEndpointForm =
-    R"(Makes a group of the processes with these handles, by rank. Returns when all have called it.
-
-Args:
-    uuid: The same on all ranks, and another one for each call.
-    handles: The same on all ranks, in the same order; this process's own is among them.
-    timeout: The longest wait for the others.
-    options: The options of the group.
-    has_device: Whether the group serves tensors on devices, too.
-
-Returns:
-    The backend of the group.
-
-Raises:
-    ArgumentError: The uuid was used before, or the handles are not those of the other ranks.
-    DistBackendError: A rank has ended, or did not come in time. Then no rank has the group.
-)";
-inline constexpr const char* kEndpointSend = R"(Sends a text to another process.
-
-The texts of a process arrive in order. A text to a process that has ended is dropped.
-
-Args:
-    handle: The handle of the process that receives it.
-    text: What `receive()` returns there.
-
-Raises:
-    ArgumentError: It is not a handle of this version of mycoll.
-)";
+    "Makes a group of the processes with these handles, by rank, when all have called it.";
+inline constexpr const char* kEndpointSend =
+    R"(Sends a text to another process, where texts arrive in order. It is dropped if that has ended.
+Raises ArgumentError if it is not a handle of this version of mycoll.)";
 inline constexpr const char* kEndpointReceive =
-    R"(Waits for a text, or until a process that is watched ends.
-
-Args:
-    timeout: The longest wait.
-
-Returns:
-    The texts that have arrived since the call before.
-)";
+    R"(Waits for a text, at most so long, or until a process that is watched ends. Returns the texts that
+have arrived since the call before.)";
 inline constexpr const char* kEndpointWatch =
-    R"(Begins to watch processes, for `loss_of()`. Those that a text is sent to are watched as well.
-
-Args:
-    handles: The handles of the processes.
-
-Raises:
-    ArgumentError: One of them is not a handle of this version of mycoll.
-)";
+    R"(Begins to watch these processes, for `loss_of()`. Those that a text is sent to are watched as
+well. Raises as `send()`.)";
 inline constexpr const char* kEndpointLossOf =
-    R"(Returns whether a process was lost, and how that was detected.
-
-Args:
-    handle: The handle of the process.
-
-Returns:
-    How this process has detected that the other one has ended or cannot be reached; `""` if it has
-    not.
-)";
+    R"(Returns how this process has detected that the other one has ended or cannot be reached; `""` if
+it has not.)";
 
 inline constexpr const char* kBackend = R"(One rank's end of a group.
 

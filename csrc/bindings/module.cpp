@@ -335,7 +335,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"), doc::kOptionsDeepCopy)
       .def("__repr__", &describeOptions);
 
-  py::class_<MycollEndpoint>(module, "Endpoint", DropWithoutGil(), doc::kEndpoint)
+  py::class_<MycollEndpoint>(module, "_Endpoint", DropWithoutGil(), doc::kEndpoint)
       .def(py::init<const std::string&, Milliseconds, const std::string&>(), py::arg("name"),
            py::arg("timeout"), py::arg("store_host"), NoGil(), doc::kEndpointInit)
       .def_property_readonly("handle", &MycollEndpoint::handle, doc::kEndpointHandle)

@@ -117,7 +117,7 @@ class Endpoint:
         self._timeout = timeout
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        self._native = _create.prepare().Endpoint(name, timeout, getattr(store, "host", ""))
+        self._native = _create.prepare()._Endpoint(name, timeout, getattr(store, "host", ""))
 
     @property
     def handle(self) -> str:

@@ -92,16 +92,6 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
   return {};
 }
 
-// Whether the parts have one size and are contiguous, as Form::isFlat promises.
-bool isFlat(const Spans& parts) {
-  for (size_t i = 1; i < parts.size(); ++i) {
-    if (parts[i].bytes != parts[0].bytes ||
-        parts[i].begin() != parts[i - 1].begin() + parts[0].bytes)
-      return false;
-  }
-  return true;
-}
-
 // One call on one stream.
 class Enqueuer {
  public:
@@ -211,21 +201,9 @@ class Enqueuer {
 
 // As check(), and how a reduction is done.
 Status prepare(const Library& library, const Call& call, const Form& form, Reduction* how) {
-  if (form.isFlat && !(isFlat(call.in) && isFlat(call.out))) {
-    return Status(Code::kInternal,
-                  std::string(name(call.kind)) + " was promised flat lists, and got others");
-  }
   const bool isReduction = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
                            call.kind == OpKind::kReduceScatter;
-  if (isReduction) return findReduction(library, call, form, how);
-  if (call.kind == OpKind::kMonitoredBarrier) {
-    return Status(Code::kUnsupported,
-                  "monitored_barrier is no operation of NCCL: it runs on the CPU engine");
-  }
-  if (call.kind > OpKind::kMonitoredBarrier) {
-    return Status(Code::kInternal, std::string(name(call.kind)) + " is no collective");
-  }
-  return {};
+  return isReduction ? findReduction(library, call, form, how) : Status();
 }
 
 }  // namespace
@@ -241,8 +219,6 @@ Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& fo
   MYCOLL_RETURN_IF_ERROR(issue.status());
   Enqueuer nccl(issue, stream);
   switch (call.kind) {
-    case OpKind::kBarrier:
-      return nccl.allReduce(call.out[0], call.out[0], {DataType::kInt32, RedOp::kMax, 4});
     case OpKind::kBroadcast: return nccl.broadcast(call.out[0].data, call.out[0], call.root);
     case OpKind::kAllReduce: return nccl.allReduce(call.in[0], call.out[0], how);
     case OpKind::kReduce:
@@ -253,7 +229,7 @@ Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& fo
     case OpKind::kGather: return nccl.gather(call.in[0], call.out, call.root);
     case OpKind::kScatter: return nccl.scatter(call.in, call.out[0], call.root);
     case OpKind::kAllToAll: return nccl.allToAll(call.in, call.out);
-    default: return {};  // refused above
+    default: return {};  // a call without tensors, which runs on the CPU
   }
 }
 

@@ -14,8 +14,8 @@ namespace mycoll::nccl {
 struct Form {
   // Of an all_gather or a reduce_scatter. A promise, made by all ranks or by none: the parts of the
   // list are equal in size and contiguous, also on the other ranks. Then NCCL has one function for
-  // the operation. Without it a list is a group of transfers even if it is contiguous here, as those
-  // of other ranks may not be.
+  // the operation. Without it a list is a group of transfers even if it is contiguous here, as
+  // those of other ranks may not be.
   bool isFlat = false;
   int capability = 0;  // of the oldest GPU of all ranks, 90 for sm_90; 0: not known
 };
@@ -24,10 +24,8 @@ struct Form {
 // answer.
 Status check(const Library& library, const Call& call, const Form& form = {});
 
-// Enqueues the call on the stream; for failures see Issue::take(). The lists of `call` are those of
-// base/call.h, and:
-//   kBarrier   out[0] is 4 bytes of device memory whose content does not matter (an all_reduce)
-// Elements are moved as bytes whatever their type. Empty parts are skipped on both sides.
+// Enqueues a call that has tensors on the stream; for failures see Issue::take(). Elements are
+// moved as bytes whatever their type. Empty parts are skipped on both sides.
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form = {});
 
 // Point to point. If this rank both sends and receives, both must be in one group (Issue::group()).

@@ -201,27 +201,5 @@ TEST(NcclMoves, graphsReplay) {
   });
 }
 
-TEST(NcclMoves, barrierAndRefusals) {
-  World world(StandIn::full(), 3);
-  world.run([](Rank& rank) {
-    Buffer word(pattern(4, 0), rank.stream);
-    ASSERT_OK(enqueue(*rank.comm, callOf(OpKind::kBarrier, DType::kOpaque, {}, {word.span()}),
-                      rank.stream));
-    EXPECT(mycoll_standin_stream_synchronize(rank.stream) == nullptr);
-    const Library& library = rank.comm->library();
-    EXPECT_EQ(check(library, callOf(OpKind::kMonitoredBarrier, DType::kOpaque, {}, {})).code(),
-              Code::kUnsupported);
-    EXPECT_EQ(check(library, callOf(OpKind::kSend, DType::kOpaque, {}, {})).code(),
-              Code::kInternal);
-    Form form;
-    form.isFlat = true;
-    Buffer parts(12, rank.stream);
-    const Call gap = callOf(OpKind::kAllToAll, DType::kInt8,
-                            {parts.part(0, 2), parts.part(4, 2), parts.part(8, 2)},
-                            {parts.part(0, 2), parts.part(2, 2), parts.part(4, 2)});
-    EXPECT_EQ(check(library, gap, form).code(), Code::kInternal);
-  });
-}
-
 }  // namespace
 }  // namespace mycoll::nccl::world

@@ -186,3 +186,24 @@ def test_reduce_scatter_uneven(world):
 @pytest.mark.worlds(2, 3, 4, tcp=(3,))
 def test_reduce_scatter_big_and_in_place(world):
     world.run(reduce_scatter_big)
+
+
+def sums_of_complex_halves(ctx: Ctx) -> None:
+    n = ctx.size
+    x = torch.complex(torch.arange(3.0), torch.full((3,), ctx.rank + 1.0)).to(torch.complex32)
+    imaginary = torch.full((3,), n * (n + 1) / 2)
+    want = torch.complex(torch.arange(3.0) * n, imaginary).to(torch.complex32)
+    out = torch.empty_like(x)
+    dist.reduce_scatter(out, [x] * n)
+    ctx.same(torch.view_as_real(out), torch.view_as_real(want))
+    if not ctx.gloo:
+        dist.reduce_scatter_tensor(out, torch.cat([x] * n), dist.ReduceOp.AVG)
+        average = torch.complex(torch.arange(3.0), imaginary / n).to(torch.complex32)
+        ctx.same(torch.view_as_real(out), torch.view_as_real(average))
+        with ctx.raises(ValueError, "op PRODUCT is not defined for tensors of ComplexHalf"):
+            dist.reduce_scatter(out, [x] * n, dist.ReduceOp.PRODUCT)
+
+
+@pytest.mark.worlds(2, 3)
+def test_sums_of_complex_halves(world):
+    world.run(sums_of_complex_halves)

@@ -76,6 +76,12 @@ Call& Request::addCall(OpKind kind, const at::Tensor& tensor, Spans in, Spans ou
 
 Call& Request::addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Call& call = addCall(kind, tensor);
+  const bool isLinear = op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG;
+  if (isLinear && tensor.scalar_type() == at::kComplexHalf) {  // of each part by itself
+    call.dtype = DType::kFloat16;
+    call.opaqueType = 0;
+    call.elementBytes = sizeof(c10::Half);
+  }
   call.reduceOp = checkReduceOp(caller, op, tensor, call.dtype);
   call.isScaled = op.op_ == c10d::ReduceOp::PREMUL_SUM;
   return call;

@@ -37,7 +37,7 @@ struct Generation {
 
 struct UserCall : CallerInfo {
   Generation generation;
-  const MycollBackend* backend = nullptr;
+  const MycollBackend* backend;
 
   // Throws if the group has no ranks.
   const std::shared_ptr<Communicator>& communicator() const;

@@ -101,9 +101,7 @@ at::Tensor Request::emptyPacked(const at::Tensor& tensor) const {
   return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).device(device));
 }
 
-void Request::awaitCallbacks() const {
-  if (caller.backend != nullptr) caller.backend->awaitCallbacks(*this);
-}
+void Request::awaitCallbacks() const { caller.backend->awaitCallbacks(*this); }
 
 at::Tensor Request::pack(const at::Tensor& tensor) const {
   awaitCallbacks();

@@ -19,10 +19,8 @@ std::string Argument::text() const {
 }
 
 void refuseCall(const CallerInfo& caller, const std::string& what) {
-  const std::string prefix =
-      caller.group == nullptr ? "" : "mycoll group '" + *caller.group + "': ";
-  throwArgumentError(c10::str(prefix, caller.function, ": ", what, " (rank ", caller.rank, " of ",
-                              caller.ranks, ")"));
+  throwArgumentError(c10::str("mycoll group '", *caller.group, "': ", caller.function, ": ", what,
+                              " (rank ", caller.rank, " of ", caller.ranks, ")"));
 }
 
 void refuseTensor(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor) {

@@ -23,7 +23,7 @@ struct CallerInfo {
   const char* function;  // "all_reduce"
   int rank;
   int ranks;
-  const std::string* group = nullptr;  // its name; null if there is none yet
+  const std::string* group;  // its name
 };
 
 // "tensor", or "tensor_list[3]" if there is an index.

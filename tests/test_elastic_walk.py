@@ -176,6 +176,16 @@ def test_texts_that_cannot_be_read_are_ignored(caplog: pytest.LogCaptureFixture)
     assert all("cannot read" in message for message in caplog.messages[:3])
 
 
+def test_other_settings_are_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the handle: processes that encrypt cannot connect to others."""
+    stranger = mycoll.Endpoint()
+    handle = stranger.handle.replace(" mycoll ", " mycoll 9.", 1)
+    members = mycoll.ElasticGroup(handles=[handle], timeout=timedelta(seconds=1))
+    assert members.size == 1
+    assert "cannot take part" in caplog.messages[0]
+    assert "has 'mycoll 9." in caplog.messages[0]
+
+
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
 def test_a_job_that_restarts_on_one_store(kind: str, tmp_path: Path) -> None:
     """The processes before have left their handles there when they were killed."""

@@ -1,6 +1,6 @@
-"""The stand-in accelerator proves itself: it is asynchronous for real, and it notices mistakes.
+"""The stand-in accelerator: it is asynchronous, and it detects mistakes.
 
-Its C side has tests of its own: tests/cpp/standin_device_test.cpp.
+Its C functions are tested in tests/cpp/standin_device_test.cpp.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def copies(ctx: Ctx) -> None:
     ctx.equal(pinned.is_pinned(), True)
     with device.held():
         x.copy_(pinned, non_blocking=True)
-        pinned.fill_(6.0)  # too early, as it would be on a real device
+        pinned.fill_(6.0)  # too early, as on a real device
     ctx.same(x, torch.full((100,), 6.0), "pinned memory is read later:")
     back = torch.empty(100, pin_memory=True)
     with device.held():
@@ -100,7 +100,7 @@ def streams_of_threads_and_devices(ctx: Ctx) -> None:
     ctx.equal(torch.accelerator.current_accelerator().type, "standin")
 
 
-def torch_on_it(ctx: Ctx) -> None:
+def training(ctx: Ctx) -> None:
     """Enough of torch works for training."""
     accelerator.load()
     torch.manual_seed(1)
@@ -140,7 +140,7 @@ def capture(ctx: Ctx) -> None:
         with device.stream(side):
             x.add_(1)
     ctx.equal(device.is_capturing(side), False)
-    # To wait is refused; with the stand-in for the CUDA runtime it spoils the capture, too.
+    # Waiting is refused; the stand-in for the CUDA runtime also invalidates the capture.
     with (
         contextlib.suppress(RuntimeError),
         device.Graph().capture(),
@@ -159,7 +159,7 @@ def recorded_streams(ctx: Ctx) -> None:
         with device.stream(side):
             y = x + 1
         x.record_stream(side)
-        del x  # freed only when the side stream has come that far
+        del x  # freed only when the side stream has run this work
     ctx.equal(device.counts()["recorded_uses"] - before["recorded_uses"], 1)
     with device.stream(side):
         ctx.same(y, torch.full((100,), 5.0))
@@ -172,7 +172,7 @@ def recorded_streams(ctx: Ctx) -> None:
         events,
         copies,
         streams_of_threads_and_devices,
-        torch_on_it,
+        training,
         capture,
         recorded_streams,
     ],
@@ -182,7 +182,7 @@ def test_standin(alone, job):
     alone.run(job)
 
 
-# --- mistakes end the process, and say why
+# --- mistakes abort the process with a message
 
 
 def used_after_free(ctx: Ctx) -> None:
@@ -192,9 +192,9 @@ def used_after_free(ctx: Ctx) -> None:
     side.wait_stream(device.current_stream())
     with device.held(side):
         with device.stream(side):
-            _ = x + 1  # and nobody keeps x for it
+            _ = x + 1  # x is not kept alive for it
         del x
-        _ = full(2.0)  # which may be where x was
+        _ = full(2.0)  # may have the address of x
         device.current_stream().synchronize()
     side.synchronize()
 
@@ -213,11 +213,11 @@ def read_by_the_host(ctx: Ctx) -> None:
     accelerator.load()
     x = full(1.0)
     torch.accelerator.synchronize()
-    ctypes.string_at(x.data_ptr(), 4)  # the host follows a device's address
+    ctypes.string_at(x.data_ptr(), 4)  # the host dereferences a device address
 
 
 @pytest.mark.parametrize(
-    ("job", "sentence"),
+    ("job", "message"),
     [
         (used_after_free, "which were freed"),
         (written_after_free, "after they were freed"),
@@ -225,8 +225,8 @@ def read_by_the_host(ctx: Ctx) -> None:
     ],
     ids=lambda value: value.__name__ if isinstance(value, Callable) else "",
 )
-def test_mistakes_are_noticed(fresh, job, sentence):
-    with pytest.raises(WorldFailure, match=sentence):
+def test_mistakes_are_detected(fresh, job, message):
+    with pytest.raises(WorldFailure, match=message):
         fresh(1, init=False).run(job)
 
 
@@ -235,7 +235,7 @@ def raced(ctx: Ctx) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("SANITIZER") != "thread", reason="needs ./dev sanitize")
-def test_the_thread_sanitizer_sees_a_race(fresh):
+def test_the_thread_sanitizer_finds_a_race(fresh):
     with pytest.raises(WorldFailure, match="data race"):
         fresh(1, init=False).run(raced)
 

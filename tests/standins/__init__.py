@@ -1,1 +1,1 @@
-"""Stand-ins for hardware and libraries: README.md beside this."""
+"""Stand-ins for hardware and libraries: see README.md in this folder."""

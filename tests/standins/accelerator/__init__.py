@@ -1,14 +1,14 @@
-"""The stand-in device as torch's accelerator "standin": load(), then torch.standin and
+"""The stand-in device as torch's accelerator "standin": call load(), then use torch.standin and
 `device="standin"`.
 
-Beyond what every accelerator has (torch.accelerator, torch.Stream, torch.Event), for tests:
+In addition to what every accelerator has (torch.accelerator, torch.Stream, torch.Event), for tests:
 
-    held()          a block in which a stream stands still
-    sleep()         a stream stands still for a while
-    set_delay()     random delays before every task of every stream
+    held()          a context manager that blocks a stream
+    sleep()         blocks a stream for some time
+    set_delay()     delays every task of every stream by a random time
     Graph           capture and replay
-    counts()        what happened so far
-    verify()        ends the process if something wrote into freed memory
+    counts()        memory in use, and calls of record_stream
+    verify()        aborts the process if freed memory was written to
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _native: Any = None
 
 
 def folder() -> Path | None:
-    """Where the build put the stand-ins; None where it did not."""
+    """The folder of the stand-ins in the build; None if they are not built."""
     tests = os.environ.get("CPP_TEST_DIR")
     path = Path(tests).parent / "standins" if tests else None
     return path if path and path.is_dir() else None
@@ -46,7 +46,7 @@ def load() -> types.ModuleType:
     where = folder()
     if where is None:
         raise RuntimeError("the stand-ins are not built; ./dev builds them and sets CPP_TEST_DIR")
-    # Global: the stand-in for NCCL finds the device by name.
+    # RTLD_GLOBAL: the stand-in for NCCL finds the device by name.
     ctypes.CDLL(str(where / "libmycoll_standin_device.so"), ctypes.RTLD_GLOBAL)
     if torch.version.cuda is None:
         ctypes.CDLL(str(where / "libmycoll_standin_cudart.so"), ctypes.RTLD_GLOBAL)
@@ -63,7 +63,7 @@ def load() -> types.ModuleType:
 
 
 def serve(backend: str) -> None:
-    """Tensors of the device go to this backend, too, where a group is made with its plain name."""
+    """Groups that are made with the backend's name alone also use it for tensors of the device."""
     import torch.distributed as dist
 
     served = dist.Backend.backend_capability[backend]
@@ -71,7 +71,7 @@ def serve(backend: str) -> None:
         served.append(NAME)
 
 
-# --- what torch expects of every device's module
+# --- functions that torch expects in the module of each device
 
 Stream = torch.Stream
 Event = torch.Event
@@ -171,10 +171,6 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
 
-def memory_allocated(device: Any = None) -> int:
-    return counts()["live_bytes"]
-
-
 # --- for tests
 
 
@@ -185,7 +181,7 @@ def _numbers(stream: torch.Stream | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def held(stream: torch.Stream | None = None) -> Iterator[None]:
-    """The stream does nothing until the block is left."""
+    """The stream runs nothing until the block is left."""
     gate = _native.gate_close(*_numbers(stream))
     try:
         yield
@@ -218,43 +214,43 @@ def verify() -> None:
 
 
 def race() -> None:
-    """For the thread sanitizer, which must see it."""
+    """Makes a data race, which the thread sanitizer must report."""
     _native.race()
 
 
 def abort_work(work: Any) -> None:
-    """Work::abort(), which torch's C++ has and its Python has not."""
+    """Calls Work::abort(), which torch does not bind to Python."""
     _native.abort_work(work)
 
 
 def throw_after(work: Any) -> None:
-    """A callback of C++ throws when the Work's future completes."""
+    """Adds a C++ callback that throws when the Work's future completes."""
     _native.throw_after(work)
 
 
 def wrap_cpu_allocator() -> None:
-    """For good: torch's allocator of CPU tensors is one that asks the present one."""
+    """Permanently replaces torch's allocator of CPU tensors with one that forwards to it."""
     _native.wrap_cpu_allocator()
 
 
 def sequence_of(work: Any) -> int:
-    """Work::getSequencenumber(), likewise."""
+    """Work::getSequencenumber(), which torch does not bind to Python."""
     return _native.sequence_of(work)
 
 
 def completion_key(work: Any) -> int:
-    """Work::getCompletionKey(), likewise."""
+    """Work::getCompletionKey(), which torch does not bind to Python."""
     return _native.completion_key(work)
 
 
 def count_completions(backend: Any, hook: int) -> Callable[[], tuple[dict[int, int], int]]:
-    """Registers a completion hook. Returns a function that returns how often each Work, by its key,
-    has completed until then, and how many of these times had a duration."""
+    """Registers a completion hook. Returns a function that returns how often each Work (by its key)
+    has completed so far, and how many of these completions had a duration."""
     return _native.count_completions(backend, hook)
 
 
 class Graph:
-    """What a block enqueues on a stream (and on streams that join it), to be run later.
+    """Records the work that a block enqueues on a stream and on streams that join it.
 
     graph = Graph()
     with graph.capture():

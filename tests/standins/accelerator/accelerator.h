@@ -1,13 +1,13 @@
-// The stand-in device as an accelerator of torch's: PrivateUse1, named "standin".
+// The stand-in device as an accelerator of torch: PrivateUse1, named "standin".
 //
-//   guard.cpp    current devices and streams, events: what c10's device-generic classes call
-//   memory.cpp   allocators, pinned memory, the hooks by which torch asks for them
-//   operators.cpp  asynchronous ones, and a fallback to the CPU that waits: for any device
-//   kernels.cpp  torch's own for making and viewing tensors
-//   module.cpp   what Python sees beyond that
+//   guard.cpp      current devices and streams, events, for c10's device-generic classes
+//   memory.cpp     allocators, pinned memory, and the hooks through which torch uses them
+//   operators.cpp  asynchronous operators, and a fallback to the CPU that waits; for any device
+//   kernels.cpp    operators that make and view tensors
+//   module.cpp     further functions for Python
 //
-// Thread contract: [any thread], as for any device. The current device and streams are the
-// thread's.
+// Thread contract: [any thread], as for any device. The current device and streams are
+// thread-local.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@ namespace standin {
 
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 
-// Throws what the device refused.
+// Throws if the device refused the call.
 inline void check(const char* refusal) { TORCH_CHECK(refusal == nullptr, refusal); }
 
 c10::DeviceIndex currentDevice();

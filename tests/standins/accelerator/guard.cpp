@@ -15,7 +15,7 @@ namespace {
 constexpr int kPoolSize = 4;  // of each priority
 constexpr int kHighPriority = -1;
 
-// Ids of streams: 0 is the default stream, then the two pools, then those made on request.
+// Stream ids: 0 is the default stream; then come the two pools, then streams made on request.
 class Device {
  public:
   explicit Device(c10::DeviceIndex index) : index_(index) {
@@ -78,11 +78,11 @@ struct Event {
   bool hasTiming;
 };
 
-// As c10's CUDA guards: who leaves for a device without a context there only says so to c10, and
-// the runtime still has the one before. -1: they agree.
+// The device that was set without making a context there. As in c10's CUDA guards, only c10 knows
+// it, and the runtime keeps the device before it. -1: both have the same device.
 thread_local c10::DeviceIndex wanted = -1;
 
-// Whoever comes to a device makes a context there.
+// Makes the device current, and a context there.
 void choose(c10::DeviceIndex index) {
   wanted = -1;
   if (mycoll_standin_current_device() == index) return;
@@ -90,8 +90,8 @@ void choose(c10::DeviceIndex index) {
   mycoll_standin_enter();
 }
 
-// As c10 does it around what belongs to a device: it comes back for good, so that it makes a
-// context where it was before, too.
+// Makes a device current for a scope, as c10 does. Returning to the device before makes a context
+// there, too.
 class On {
  public:
   explicit On(c10::DeviceIndex index) : before_(currentDevice()) {
@@ -127,7 +127,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return {kDevice, currentDevice()}; }
   void setDevice(c10::Device to) const override {
-    device(to.index());  // throws where there is none
+    device(to.index());  // throws if it does not exist
     choose(to.index());
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
@@ -155,7 +155,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return streamOf(index, device(index).make(priority));
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
-    handleOf(to);  // throws where there is none
+    handleOf(to);  // throws if it does not exist
     c10::StreamId& id = currentId(to.device_index());
     return streamOf(to.device_index(), std::exchange(id, to.id()));
   }

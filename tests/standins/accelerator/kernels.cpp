@@ -1,5 +1,5 @@
-// Operators. What tests of streams use (operators.cpp) is asynchronous. Everything else goes
-// through torch's fallback to the CPU, whose copies wait for the current stream.
+// Operators. Those that tests of streams use are asynchronous (operators.cpp). All others use
+// torch's fallback to the CPU, whose copies wait for the current stream.
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <c10/core/DeviceGuard.h>

@@ -19,7 +19,7 @@ struct DeviceAllocator final : c10::Allocator {
       mycoll_standin_enter();
       memory = mycoll_standin_malloc(bytes, handleOf(currentStream()));
       TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "the stand-in device has no ", bytes,
-                       " bytes left; STANDIN_MEMORY_MB says how many it has");
+                       " bytes left; STANDIN_MEMORY_MB is its size");
     }
     return {memory, memory, &release, device};
   }
@@ -40,8 +40,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
 };
 
-// Random numbers come from the CPU's operators; torch wants a generator for each device all the
-// same.
+// Random numbers come from the CPU's operators, but torch needs a generator for each device.
 struct Generator final : at::CPUGeneratorImpl {
   explicit Generator(c10::DeviceIndex index) {
     device_ = c10::Device(kDevice, index);

@@ -1,4 +1,4 @@
-// What Python needs beyond torch's device-generic functions: see standin.py beside this.
+// Functions for __init__.py in this folder that torch's device-generic ones do not cover.
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A stream by the numbers that a torch.Stream has.
+// The handle of the stream with these ids, which a torch.Stream has.
 void* handle(int64_t id, int64_t device) {
   return standin::handleOf(c10::Stream(
       c10::Stream::UNSAFE, c10::Device(standin::kDevice, static_cast<int8_t>(device)), id));
@@ -30,19 +30,13 @@ py::dict counts() {
   mycoll_standin_counts all;
   mycoll_standin_count(&all);
   py::dict found;
-  found["streams"] = all.streams;
-  found["tasks"] = all.tasks;
-  found["event_waits"] = all.eventWaits;
-  found["event_queries"] = all.eventQueries;
   found["recorded_uses"] = all.recordedUses;
-  found["graph_launches"] = all.graphLaunches;
-  found["live_allocations"] = all.liveAllocations;
   found["live_bytes"] = all.liveBytes;
   found["pinned_bytes"] = all.pinnedBytes;
   return found;
 }
 
-// Another library's, around the one that is there.
+// Forwards to the allocator before it, as an allocator of another library would.
 class WrappingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override { return inner_->allocate(bytes); }
@@ -56,8 +50,8 @@ class WrappingAllocator final : public c10::Allocator {
 };
 
 #if TORCH_VERSION_MINOR >= 15
-// Returns a function that returns how often each Work, by its key, has completed until then, and
-// how many of these times had a duration.
+// Returns a function that returns how often each Work (by its key) has completed so far, and how
+// many of these completions had a duration.
 py::cpp_function countCompletions(const c10::intrusive_ptr<c10d::Backend>& backend, int64_t id) {
   struct Counts {
     std::mutex mutex;
@@ -77,7 +71,7 @@ py::cpp_function countCompletions(const c10::intrusive_ptr<c10d::Backend>& backe
 }
 #endif
 
-// Two threads write the same number, and nothing orders them.
+// Two threads write the same number without synchronization.
 int race() {
   volatile int number = 0;
   std::thread other([&number] { number = 1; });
@@ -134,7 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("verify", &mycoll_standin_verify, noGil);
   m.def("counts", &counts);
   m.def("race", &race, noGil);
-  // What torch's C++ may call and its Python does not offer.
+  // Functions of torch that it does not bind to Python.
   m.def("abort_work", [](const c10::intrusive_ptr<c10d::Work>& work) { work->abort(); }, noGil);
   m.def("wrap_cpu_allocator", [] { c10::SetCPUAllocator(new WrappingAllocator); });
   m.def(

@@ -16,7 +16,7 @@
 namespace standin {
 namespace {
 
-// A tensor's place in memory. It keeps nothing alive: that is the business of whoever frees.
+// A tensor's location in memory. It does not keep the memory alive.
 struct View {
   explicit View(const at::Tensor& tensor)
       : data(tensor.numel() != 0 ? tensor.data_ptr() : nullptr),
@@ -26,7 +26,7 @@ struct View {
         isConjugated(tensor.is_conj()),
         isNegative(tensor.is_neg()) {}
 
-  // The same elements as a tensor of the host's. On the stream's thread only.
+  // The same elements as a CPU tensor. [the stream's thread]
   at::Tensor onHost(const char* what) const {
     const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
     if (data == nullptr) return at::empty(sizes, options);
@@ -50,8 +50,7 @@ void* streamOf(const at::Tensor& tensor) {
   return handle != nullptr ? handle : mycoll_standin_default_stream(device.index());
 }
 
-// Runs `work` on the current stream of the tensor's device, where operators of the CPU may be
-// called.
+// Runs `work` on the current stream of the tensor's device. `work` may call operators of the CPU.
 void launch(const at::Tensor& tensor, std::function<void()> work) {
   using Work = std::function<void()>;
   mycoll_standin_enqueue_owned(
@@ -72,7 +71,7 @@ void waitForStreamOf(const at::Tensor& tensor) {
 
 void copyOnDevice(const at::Tensor& source, const at::Tensor& target) {
   if (source.device() != target.device()) {
-    waitForStreamOf(source);  // what both a real device and this one do by events, plainly
+    waitForStreamOf(source);  // a real device would use events
   }
   launch(target, [from = View(source), to = View(target)] {
     to.onHost("a copy").copy_(from.onHost("a copy"));
@@ -80,7 +79,7 @@ void copyOnDevice(const at::Tensor& source, const at::Tensor& target) {
   if (source.device() != target.device()) waitForStreamOf(target);
 }
 
-// Asynchronous only from pinned memory, which is then kept until the copy is done.
+// Asynchronous only from pinned memory, which is kept alive until the copy is done.
 void copyToDevice(const at::Tensor& source, const at::Tensor& target, bool isAsync) {
   isAsync = isAsync && source.is_pinned();
   const at::Tensor taken = isAsync ? source.detach() : source.clone();
@@ -111,7 +110,7 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
 
-// A number, or a tensor of the device.
+// A number, or a tensor on the device.
 struct Operand {
   explicit Operand(const at::Tensor& tensor) {
     if (tensor.is_cpu()) {
@@ -161,44 +160,38 @@ at::Tensor compute(const at::Tensor& a, const at::Tensor& b, const at::Scalar& a
   return out;
 }
 
-at::Tensor& computeInPlace(at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha,
-                           Binary op) {
-  into(self, self, other, alpha, op);
-  return self;
+// The forms of an operator that torch dispatches: with a factor `alpha` and without it.
+template <Binary op>
+at::Tensor scaled(const at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
+  return compute(a, b, alpha, op);
 }
-
-at::Tensor add(const at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
-  return compute(a, b, alpha, plus);
+template <Binary op>
+at::Tensor& scaledInPlace(at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
+  into(a, a, b, alpha, op);
+  return a;
 }
-at::Tensor& addInPlace(at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
-  return computeInPlace(a, b, alpha, plus);
+template <Binary op>
+at::Tensor plain(const at::Tensor& a, const at::Tensor& b) {
+  return compute(a, b, 1, op);
 }
-at::Tensor sub(const at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
-  return compute(a, b, alpha, minus);
+template <Binary op>
+at::Tensor& plainInPlace(at::Tensor& a, const at::Tensor& b) {
+  return scaledInPlace<op>(a, b, 1);
 }
-at::Tensor& subInPlace(at::Tensor& a, const at::Tensor& b, const at::Scalar& alpha) {
-  return computeInPlace(a, b, alpha, minus);
-}
-at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return compute(a, b, 1, times); }
-at::Tensor& mulInPlace(at::Tensor& a, const at::Tensor& b) {
-  return computeInPlace(a, b, 1, times);
-}
-at::Tensor div(const at::Tensor& a, const at::Tensor& b) { return compute(a, b, 1, over); }
-at::Tensor& divInPlace(at::Tensor& a, const at::Tensor& b) { return computeInPlace(a, b, 1, over); }
 
 }  // namespace
 
 void registerOperators(torch::Library& m) {
   m.impl("fill_.Scalar", fill);
   m.impl("zero_", zero);
-  m.impl("add.Tensor", add);
-  m.impl("add_.Tensor", addInPlace);
-  m.impl("sub.Tensor", sub);
-  m.impl("sub_.Tensor", subInPlace);
-  m.impl("mul.Tensor", mul);
-  m.impl("mul_.Tensor", mulInPlace);
-  m.impl("div.Tensor", div);
-  m.impl("div_.Tensor", divInPlace);
+  m.impl("add.Tensor", scaled<plus>);
+  m.impl("add_.Tensor", scaledInPlace<plus>);
+  m.impl("sub.Tensor", scaled<minus>);
+  m.impl("sub_.Tensor", scaledInPlace<minus>);
+  m.impl("mul.Tensor", plain<times>);
+  m.impl("mul_.Tensor", plainInPlace<times>);
+  m.impl("div.Tensor", plain<over>);
+  m.impl("div_.Tensor", plainInPlace<over>);
 }
 
 void copyElements(const at::Tensor& source, const at::Tensor& target, bool isAsync) {

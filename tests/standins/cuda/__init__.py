@@ -1,7 +1,7 @@
-"""A torch that is built with CUDA, on a machine without a GPU: NVIDIA's runtime, driver and NCCL
-are replaced by the stand-ins, which must be preloaded (`preload()`), and torch's kernels by the
-CPU's, which load() does. Everything else is torch's own: streams, events, allocator, graphs, its
-nccl backend. `./dev gpu --rehearse` runs the tests of device tensors so."""
+"""Runs a torch that is built with CUDA on a machine without a GPU. The stand-ins replace NVIDIA's
+runtime, driver and NCCL and must be preloaded (`preload()`); load() replaces torch's kernels with
+the CPU's. Everything else is torch's own: streams, events, allocator, graphs, its nccl backend.
+`./dev gpu --rehearse` runs the tests of device tensors this way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _native: Any = None
 
 
 def preload() -> str:
-    """For LD_PRELOAD."""
+    """The value for LD_PRELOAD."""
     where = folder()
     if where is None:
         raise RuntimeError("the stand-ins are not built; ./dev builds them and sets CPP_TEST_DIR")
@@ -38,7 +38,7 @@ def contexts() -> list[int]:
 
 
 def load() -> None:
-    """Idempotent. For ranks and programs: whoever has not called it gets errors from kernels."""
+    """Replaces torch's kernels in this process; idempotent. Without it, kernels raise errors."""
     global _native
     where = folder()
     if _native is not None or where is None:

@@ -1,8 +1,8 @@
-// The functions of the CUDA runtime that mycoll looks for by name, for the stand-in device. Alone
-// they are libmycoll_standin_cudart.so, to be loaded (globally) where a torch without CUDA runs;
-// with runtime.cpp beside this they belong to a device that knows what it is (STANDIN_IS_WHOLE).
-// With them comes CUDA's rule that a call which may spoil another thread's capture is refused and
-// does spoil it.
+// The functions of the CUDA runtime that mycoll finds by name, for the stand-in device. On their
+// own they are libmycoll_standin_cudart.so, which is loaded (globally) with a torch without CUDA.
+// With runtime.cpp they are part of a runtime that also knows its capability and bus id
+// (STANDIN_IS_WHOLE). Both apply CUDA's rule that a call which may invalidate another thread's
+// capture is refused and invalidates it.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +17,7 @@ constexpr int kActive = 1;
 
 [[gnu::constructor]] void becomeStrict() { mycoll_standin_set_strict_capture(1); }
 
-// What a test says; otherwise only the whole runtime knows.
+// The value that a test has set in the environment; `otherwise` if the runtime is whole.
 const char* known(const char* variable, const char* otherwise) {
   const char* const value = std::getenv(variable);
 #ifdef STANDIN_IS_WHOLE
@@ -53,7 +53,7 @@ STANDIN_API int cudaDeviceGetAttribute(int* value, int attribute, int /*device*/
   return kSuccess;
 }
 
-// By it ranks find out whether they share a GPU.
+// Ranks compare it to find out whether they share a GPU.
 STANDIN_API int cudaDeviceGetPCIBusId(char* text, int length, int device) {
   char own[32];
   std::snprintf(own, sizeof own, "0000:%02x:00.0", static_cast<unsigned>(device));
@@ -63,7 +63,7 @@ STANDIN_API int cudaDeviceGetPCIBusId(char* text, int length, int device) {
   return kSuccess;
 }
 
-// runtime.cpp has errors.
+// runtime.cpp replaces it.
 STANDIN_API [[gnu::weak]] int cudaGetLastError() { return kSuccess; }
 
 }  // extern "C"

@@ -1,6 +1,6 @@
 // Torch's operators for CUDA tensors on the stand-in device, in a torch that is built with CUDA and
-// has runtime.cpp beside this preloaded: whatever would launch a kernel is done by the CPU. What
-// makes, views and frees tensors, streams and events stays torch's own.
+// has the library of runtime.cpp preloaded. Operators that would launch a kernel run on the CPU.
+// Those that make, view and free tensors, and streams and events, remain torch's own.
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
@@ -18,7 +18,7 @@
 namespace standin {
 namespace {
 
-// Without kernels, or, as copies of contiguous tensors, with a path that has none.
+// Operators that launch no kernel.
 const std::set<std::string> kTorchsOwn = {
     "aten::_reshape_alias",
     "aten::alias",
@@ -65,7 +65,8 @@ at::Tensor copyFromAndResize(const at::Tensor& source, const at::Tensor& target)
 
 at::Scalar localScalar(const at::Tensor& self) { return self.to(at::kCPU).item(); }
 
-// Everything that has a kernel of CUDA's; before the operators below, which replace it again.
+// Replaces every operator that has a CUDA kernel with the fallback. The operators in load()
+// replace some of them again.
 void replaceAll() {
   static auto& kept = *new std::vector<c10::RegistrationHandleRAII>;
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -81,7 +82,7 @@ void replaceAll() {
   }
 }
 
-// Torch warns of whoever replaces an operator.
+// Torch warns when an operator is replaced.
 struct NoWarnings final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

@@ -1,10 +1,10 @@
-// The fields of CUDA 13's cudaDeviceProp that torch reads, and what the stand-in says there.
-// tests/abi/cuda_abi.cpp holds the places against NVIDIA's header.
+// The fields of CUDA 13's cudaDeviceProp that torch reads, and their values in the stand-in.
+// tests/abi/cuda_abi.cpp compares the offsets with NVIDIA's header.
 #pragma once
 
 #include <cstddef>
 
-//    field, its place in bytes, value
+//    field, offset in bytes, value
 #define STANDIN_PROPERTIES(X)               \
   X(warpSize, 308, 32)                      \
   X(maxThreadsPerBlock, 320, 1024)          \

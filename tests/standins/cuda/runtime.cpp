@@ -1,12 +1,11 @@
 // libmycoll_standin_cuda.so: a CUDA runtime for a torch that is built with CUDA 13, on a machine
-// without a GPU. Preloaded, its functions are taken instead of libcudart's; what is not here
-// (device code, libraries) stays NVIDIA's and is never reached. With it torch's own streams,
-// allocator, graphs and nccl backend run on the stand-in device. It has no kernels: torch's
-// operators come from kernels.cpp beside this, and whoever launches a kernel all the same gets an
-// error that names it.
+// without a GPU. When it is preloaded, its functions replace libcudart's; functions that it does not
+// have (device code, libraries) remain NVIDIA's and are never reached. Torch's own streams,
+// allocator, graphs and nccl backend then run on the stand-in device. It has no kernels: torch's
+// operators come from kernels.cpp in this folder, and launching a kernel is an error that names it.
 //
-// Written against CUDA's documentation of the runtime API. Unlike CUDA's, the default stream does
-// not wait for others: torch's streams are made so that it would not, either.
+// Written from CUDA's documentation of the runtime API. Unlike in CUDA, the default stream does not
+// wait for others; torch creates its streams with the flag that has the same effect.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -47,7 +46,7 @@ Error fail(Error error, std::string sentence) {
   return lastError = error;
 }
 
-// What the device refuses has to do with captures.
+// The device refuses calls only because of captures.
 Error outcome(const char* refusal) {
   return refusal == nullptr ? kSuccess : fail(kCaptureUnsupported, refusal);
 }
@@ -61,7 +60,7 @@ Error missing(const char* function) {
   return fail(kNotSupported, std::string(function) + " is not in the stand-in for CUDA's runtime");
 }
 
-// What every call of the runtime does that needs a device.
+// Called by every function of the runtime that needs a device.
 void enter() {
   mycoll_standin_enter();
   mycoll_standin_spend(0);
@@ -79,7 +78,7 @@ Names& names() {
   return known;
 }
 
-// One kernel is known, that of torch.cuda._sleep: it keeps its stream for so many cycles.
+// The only kernel is that of torch.cuda._sleep: it blocks its stream for a number of cycles.
 Error launch(const void* function, void** arguments, void* stream) {
   constexpr int64_t kCyclesPerMicrosecond = 1800;
   std::lock_guard<std::mutex> lock(names().mutex);
@@ -102,7 +101,7 @@ struct Field {
 constexpr Field kProperties[] = {STANDIN_PROPERTIES(STANDIN_FIELD)};
 
 struct PointerAttributes {
-  int type;  // 0: not known, 1: pinned, 2: the device's
+  int type;  // 0: unknown, 1: pinned, 2: device memory
   int device;
   void* devicePointer;
   void* hostPointer;
@@ -219,7 +218,7 @@ API cudaStreamCreate(void** stream) { return cudaStreamCreateWithPriority(stream
 API cudaStreamCreateWithFlags(void** stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// Streams live as long as the process.
+// Streams are never freed.
 API cudaStreamDestroy(void*) {
   enter();
   return kSuccess;
@@ -304,7 +303,7 @@ API cudaMalloc(void** address, size_t bytes) {
   return *address != nullptr ? kSuccess : fail(kMemoryAllocation, "the device's memory is full");
 }
 
-// As cudaFree: the device has done what it was given so far.
+// Waits until the device has finished all work, as cudaFree does.
 API cudaFree(void* address) {
   enter();
   if (address == nullptr) return kSuccess;
@@ -361,7 +360,7 @@ API cudaMemset(void* target, int byte, size_t bytes) {
   return cudaMemsetAsync(target, byte, bytes, nullptr);
 }
 
-// --- graphs. One that is instantiated is the captured one.
+// --- graphs. An instantiated graph is the captured graph itself.
 
 API cudaStreamBeginCapture(void* stream, int mode) {
   enter();
@@ -409,11 +408,11 @@ API cudaGraphDestroy(void* graph) {
 API cudaGraphExecDestroy(void* executable) { return cudaGraphDestroy(executable); }
 
 API cudaGraphGetNodes(void*, void*, size_t* count) {
-  *count = 1;  // torch asks whether there is anything
+  *count = 1;  // torch checks that the graph is not empty
   return kSuccess;
 }
 
-// --- the driver: what torch asks of it at its start
+// --- the driver: functions that torch calls when it starts
 
 API cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* isActive) {
   *flags = 0;
@@ -425,7 +424,7 @@ API cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return kSuccess;
 }
-// It has none of what may be asked for: memory mapped by hand, multicast, ...
+// The device has none of the optional features: virtual memory management, multicast, ...
 API cuDeviceGetAttribute(int* value, int, int) {
   *value = 0;
   return kSuccess;
@@ -436,7 +435,7 @@ API cuGetErrorString(int error, const char** text) {
 }
 
 namespace {
-Error refuseDriver() { return kNotSupported; }  // only the runtime remembers its last error
+Error refuseDriver() { return kNotSupported; }  // only the runtime keeps a last error
 }  // namespace
 
 API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
@@ -507,7 +506,7 @@ API cudaLaunchKernelExC(const LaunchConfig* config, const void* function, void**
   return launch(function, arguments, config->stream);
 }
 
-// --- not there
+// --- functions that torch is linked with and that always fail
 
 API cudaHostRegister(void*, size_t, unsigned) { return missing("cudaHostRegister"); }
 API cudaHostUnregister(void*) { return missing("cudaHostUnregister"); }

@@ -28,7 +28,7 @@ Stream* stream(void* handle) {
 }
 Event* event(void* handle) { return static_cast<Event*>(handle); }
 
-// What an event stands for now; refuses one that a capture has taken.
+// The last recording of an event; refuses one that was made under capture.
 const char* lastOf(Event* event, std::shared_ptr<Moment>* moment) {
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -41,7 +41,7 @@ bool isPageable(const void* address) {
   return Memory::get().deviceOf(address) < 0 && !Memory::get().isPinned(address);
 }
 
-// Calls `destroy` when nobody can run the task again.
+// Calls `destroy` when the task cannot run again.
 class Owned {
  public:
   Owned(void* argument, void (*destroy)(void*)) : argument_(argument), destroy_(destroy) {}
@@ -80,7 +80,7 @@ const char* mycoll_standin_device_synchronize(int device) {
     for (const auto& moment : moments) moment->await();
   };
   awaitAll();
-  // Nothing that was called so far can still need it.
+  // All work that may use the released memory has run.
   for (Stream* each : streams) Memory::get().reclaim(each);
   awaitAll();
   return nullptr;
@@ -155,7 +155,6 @@ const char* mycoll_standin_event_block(void* handle, void* onStream) {
 }
 
 const char* mycoll_standin_event_query(void* handle, int* isDone) {
-  ++standin::counts().eventQueries;
   *isDone = 0;
   if (const char* refusal = standin::refuseWhenBroken()) return refusal;
   if (const char* refusal = standin::refuseDuringCapture("an event was queried")) return refusal;
@@ -269,17 +268,7 @@ int mycoll_standin_is_idle(void) { return standin::isIdle() ? 1 : 0; }
 void mycoll_standin_spend(int isNccl) { standin::spend(isNccl != 0); }
 
 void mycoll_standin_count(struct mycoll_standin_counts* counts) {
-  const standin::Counts& all = standin::counts();
-  const Memory::Totals memory = Memory::get().totals();
-  counts->streams = all.streams;
-  counts->tasks = all.tasks;
-  counts->eventWaits = all.eventWaits;
-  counts->eventQueries = all.eventQueries;
-  counts->recordedUses = memory.recordedUses;
-  counts->graphLaunches = all.graphLaunches;
-  counts->liveAllocations = memory.allocations;
-  counts->liveBytes = memory.bytes;
-  counts->pinnedBytes = memory.pinnedBytes;
+  *counts = Memory::get().totals();
 }
 
 }  // extern "C"

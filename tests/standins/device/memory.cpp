@@ -15,7 +15,7 @@ namespace {
 constexpr unsigned char kPoison =
     0xDB;  // as a float: -1.2e17; as an int64: a large negative number
 constexpr unsigned char kStrip = 0xA5;
-constexpr size_t kUnit = 512;  // CUDA's allocations start at such addresses, too
+constexpr size_t kUnit = 512;  // the alignment of allocations, as in CUDA
 constexpr size_t kQuarantineBytes = size_t{128} << 20;
 constexpr size_t kQuarantineBlocks = 4096;
 
@@ -26,8 +26,7 @@ std::string place(uintptr_t address) {
 }
 
 size_t firstOther(const unsigned char* bytes, size_t count, unsigned char value) {
-  // Equal to the value and to its neighbour all along: the way that is fast, for blocks of
-  // megabytes.
+  // The fast path, for large blocks: the first byte has the value, and each byte equals the next.
   if (count != 0 && *bytes == value && std::memcmp(bytes, bytes + 1, count - 1) == 0) return count;
   return static_cast<size_t>(
       std::find_if(bytes, bytes + count, [&](unsigned char b) { return b != value; }) - bytes);
@@ -36,7 +35,7 @@ size_t firstOther(const unsigned char* bytes, size_t count, unsigned char value)
 }  // namespace
 
 Memory& Memory::get() {
-  static Memory& memory = *new Memory;  // tensors are freed after static destruction began
+  static Memory& memory = *new Memory;  // tensors may be freed during static destruction
   return memory;
 }
 
@@ -55,7 +54,7 @@ unsigned char* Memory::storage(uintptr_t address) const {
   return reinterpret_cast<unsigned char*>(isInArena(address) ? address + size_ : address);
 }
 
-// First fit: a small arena has few gaps.
+// First fit.
 uintptr_t Memory::take(size_t span) {
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap) {
     const auto [start, size] = *gap;
@@ -103,11 +102,11 @@ void* Memory::allocate(size_t bytes, Stream* stream) {
   block.stream = stream;
   block.graph = graph;
   blocks_[address] = std::move(block);
-  // Who reads before anything was written sees poison.
+  // A read before the first write returns poison.
   std::memset(storage(address), kPoison, bytes);
   std::memset(storage(address) + bytes, kStrip, span - bytes);
-  ++totals_.allocations;
-  totals_.bytes += static_cast<int64_t>(bytes);
+  ++totals_.liveAllocations;
+  totals_.liveBytes += static_cast<int64_t>(bytes);
   return reinterpret_cast<void*>(address);
 }
 
@@ -151,14 +150,14 @@ void Memory::release(void* address) {
     if (stream == nullptr) {
       totals_.pinnedBytes -= bytes;
     } else {
-      --totals_.allocations;
-      totals_.bytes -= bytes;
+      --totals_.liveAllocations;
+      totals_.liveBytes -= bytes;
     }
   }
   if (stream == nullptr) {
     retire(address);
   } else if (graph) {
-    graph->keep(address);  // every launch may write it
+    graph->keep(address);  // each launch may write to it
   } else {
     Released entry{address, {}};
     for (Stream* other : others) entry.uses.push_back(other->mark());
@@ -208,7 +207,7 @@ void Memory::leaveQuarantine() {
     std::free(reinterpret_cast<void*>(start));
     return;
   }
-  // Large blocks go back to the system: the arena is larger than the machine's memory may be.
+  // Return large blocks to the system: the arena may be larger than the machine's memory.
   if (span >= kQuarantineBytes / 16) {
     const uintptr_t page = reinterpret_cast<uintptr_t>(storage(start) + 4095) & ~uintptr_t{4095};
     const uintptr_t end = reinterpret_cast<uintptr_t>(storage(start) + span) & ~uintptr_t{4095};
@@ -253,7 +252,7 @@ void* Memory::touch(const void* address, size_t bytes, const char* what) {
   };
   if (block == blocks_.end()) {
     if (isInArena(start)) die(sentence("which are not allocated"));
-    return const_cast<void*>(address);  // the host's own memory
+    return const_cast<void*>(address);  // host memory
   }
   if (block->second.state == State::kQuarantined) die(sentence("which were freed"));
   if (start + bytes > block->first + block->second.bytes) {
@@ -283,7 +282,7 @@ void Memory::verify() {
   for (const auto& [address, block] : blocks_) checkStrip(address, block);
 }
 
-Memory::Totals Memory::totals() {
+mycoll_standin_counts Memory::totals() {
   std::lock_guard<std::mutex> lock(mutex_);
   return totals_;
 }

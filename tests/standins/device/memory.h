@@ -1,12 +1,12 @@
-// Device and pinned memory of the stand-in: who may touch which bytes, and when they are gone.
+// Device and pinned memory of the stand-in: checks each access, and detects writes to freed memory.
 //
-// Device addresses lie in the first half of one reservation, mapped without access; the bytes lie
-// at the same place of the second half (storage()). Each block is followed by a strip that nobody
-// may write. Freed blocks are filled with kPoison and wait in a queue ("quarantine"), where writes
-// into them are noticed, before their addresses are used again.
+// Device addresses are in the first half of one reservation, mapped without access; the bytes are
+// at the same offset in the second half (storage()). Each block is followed by a guard strip. Freed
+// blocks are filled with kPoison and wait in a queue ("quarantine") before their addresses are used
+// again; a write in the meantime is detected when they leave the queue.
 //
-// Thread contract: [any thread]. One lock, held for bookkeeping and for looking through the bytes
-// of a block; never while a stream is asked for anything.
+// Thread contract: [any thread]. One lock, held for bookkeeping and while the bytes of a block are
+// checked; never while a stream is called.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,7 @@
 #include <mutex>
 #include <vector>
 
+#include "standin_device.h"
 #include "stream.h"
 
 namespace standin {
@@ -27,13 +28,13 @@ class Memory {
 
   void* allocate(size_t bytes, Stream* stream);  // null: the arena is full
   void* allocatePinned(size_t bytes);
-  // Pinned memory is gone at once. Device memory is gone in the order of its stream, but not before
-  // the next allocation there: until then a caching allocator gives it to nobody, and FSDP2 counts
-  // on that.
+  // Frees pinned memory immediately. Device memory is freed in the order of its stream, but not
+  // before the next allocation there: until then a caching allocator would not reuse it either, and
+  // FSDP2 relies on that.
   void release(void* address);
-  // As an allocation on the stream would: what was released is gone.
+  // Frees what was released, as an allocation on the stream would.
   void reclaim(Stream* stream);
-  // Poison, and into the quarantine: what release() comes to. For release() and graphs.
+  // Poisons the memory and puts it into the quarantine. For release() and graphs.
   void retire(void* address);
   void recordUse(void* address, Stream* stream);
 
@@ -42,21 +43,18 @@ class Memory {
   int deviceOf(const void* address);  // -1: not device memory
   void verify();
 
-  struct Totals {
-    int64_t allocations = 0, bytes = 0, pinnedBytes = 0, recordedUses = 0;
-  };
-  Totals totals();
+  mycoll_standin_counts totals();
 
  private:
-  // kReleased: the owner has let go of it, and it may not be gone yet.
+  // kReleased: the owner has freed it, but work on streams may still use it.
   enum class State { kLive, kReleased, kQuarantined };
 
   struct Block {
-    size_t bytes = 0;          // as asked for
-    size_t span = 0;           // with the strip, in whole units
+    size_t bytes = 0;          // as requested
+    size_t span = 0;           // including the strip, in whole units
     Stream* stream = nullptr;  // null: pinned
     State state = State::kLive;
-    std::weak_ptr<Graph> graph;  // under whose capture it was allocated
+    std::weak_ptr<Graph> graph;  // the capture under which it was allocated
     std::vector<Stream*> alsoUsedBy;
   };
   using Blocks = std::map<uintptr_t, Block>;
@@ -64,7 +62,7 @@ class Memory {
   Memory();
   bool isInArena(uintptr_t address) const { return address - base_ < size_; }
   unsigned char* storage(uintptr_t address) const;
-  uintptr_t take(size_t span);  // 0: none is left
+  uintptr_t take(size_t span);  // 0: no gap is large enough
   void giveBack(uintptr_t start, size_t span);
   Blocks::iterator find(uintptr_t address);  // the block that contains it, or end()
   Block& liveBlock(void* address, const char* verb);
@@ -85,7 +83,7 @@ class Memory {
   std::map<uintptr_t, size_t> gaps_;  // of the arena: start, size
   std::deque<uintptr_t> quarantine_;
   size_t quarantinedBytes_ = 0;
-  Totals totals_;
+  mycoll_standin_counts totals_{};
 };
 
 }  // namespace standin

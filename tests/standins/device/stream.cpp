@@ -13,10 +13,11 @@
 namespace standin {
 namespace {
 
-std::mutex captureMutex;  // every capture and its graph, until it has ended, and the next two
+// Guards isCaptureStrict, captures, and each capture and its graph until it has ended.
+std::mutex captureMutex;
 bool isCaptureStrict = false;
-std::vector<Graph*>& captures =
-    *new std::vector<Graph*>;  // that go on; kept alive by their streams
+// The captures that have not ended; their streams keep them alive.
+std::vector<Graph*>& captures = *new std::vector<Graph*>;
 
 // As cudaStreamCaptureMode.
 constexpr int kGlobal = 0;
@@ -28,7 +29,7 @@ struct Registry {
   std::vector<Stream*> streams;
 };
 
-// Streams outlive static destruction: their threads may still be at work while the process exits.
+// Never destroyed: the threads of streams may still run while the process exits.
 Registry& registry() {
   static Registry& all = *new Registry;
   return all;
@@ -74,14 +75,9 @@ Refusal refuse(std::string sentence) {
   return last.c_str();
 }
 
-Counts& counts() {
-  static Counts& all = *new Counts;
-  return all;
-}
-
 void setDelay(int64_t microseconds) { delay() = microseconds; }
 
-// --- idleness
+// --- the idle device
 
 namespace {
 
@@ -194,7 +190,7 @@ Refusal refuseDuringCapture(const char* what) {
     graph->spoiledBy = what;
     isRefused = true;
   }
-  return isRefused ? refuse(std::string(what) + " while a capture goes on, which spoils it")
+  return isRefused ? refuse(std::string(what) + " during a capture, which invalidates it")
                    : nullptr;
 }
 
@@ -208,7 +204,6 @@ Refusal refuseCaptured(const Moment& moment) {
 // --- streams
 
 Stream::Stream(int device, int priority) : device(device), priority(priority) {
-  ++counts().streams;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().streams.push_back(this);
@@ -244,8 +239,7 @@ void Stream::run() {
     lock.unlock();
     dawdle();
     (*task)();
-    ++counts().tasks;
-    task.reset();  // what it owned may enqueue when it goes
+    task.reset();  // without the lock: destructors of the task may enqueue
     lock.lock();
     isBusy_ = false;
     changed_.notify_all();
@@ -327,7 +321,6 @@ Refusal Stream::block(Event* event) {
     moment = event->last;
   }
   if (!moment) return nullptr;
-  ++counts().eventWaits;
   {
     std::lock_guard<std::mutex> lock(captureMutex);
     if (moment->isCaptured) {
@@ -400,8 +393,7 @@ Refusal Stream::endCapture(std::shared_ptr<Graph>* graph) {
 }
 
 void Stream::launch(const std::shared_ptr<Graph>& graph) {
-  ++counts().graphLaunches;
-  // A task of its own for each, so that delays fall between them. Each keeps the graph: its memory.
+  // One task for each recorded one, so that each is delayed. Each keeps the graph and its memory.
   for (const Task& task : graph->tasks) {
     enqueue([graph, &task] { (*task)(); });
   }

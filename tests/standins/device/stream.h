@@ -1,10 +1,9 @@
 // Streams, events and graphs.
 //
 // Thread contract: [any thread]. One lock guards every capture (captureMutex, in stream.cpp); a
-// stream's own lock is taken after it, and a moment's lock after that. Tasks run with none of them.
+// stream's own lock is taken after it, and a moment's lock after that. Tasks run without a lock.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -23,14 +22,14 @@ class Stream;
 class Graph;
 
 using Clock = std::chrono::steady_clock;
-// Shared: a graph runs it again and again.
+// Shared, because a graph runs it repeatedly.
 using Task = std::shared_ptr<const std::function<void()>>;
-using Refusal = const char*;  // null: done
+using Refusal = const char*;  // null: success
 
 [[noreturn]] void die(const std::string& sentence);
 Refusal refuse(std::string sentence);
 
-// A point in the order of a stream, passed once. What an event holds of its last recording.
+// A point in the order of a stream, passed once: an event's last recording.
 class Moment {
  public:
   void pass();
@@ -38,8 +37,8 @@ class Moment {
   void await() const;
   Clock::time_point time() const;  // only when passed
 
-  // Set where it was recorded under capture: the graph, and how much of each stream's recorded work
-  // comes before it.
+  // If it was recorded under capture: the graph, and how many recorded tasks of each stream precede
+  // it.
   std::weak_ptr<Graph> graph;
   std::map<Stream*, size_t> before;
   bool isCaptured = false;
@@ -59,20 +58,20 @@ struct Event {
 class Graph {
  public:
   ~Graph();
-  // The memory is freed with the graph.
+  // Frees the memory when the graph is destroyed.
   void keep(void* address);
 
-  // The rest is guarded by captureMutex until the capture has ended, and constant afterwards.
+  // Guarded by captureMutex until the capture has ended, and constant afterwards.
   std::vector<Task> tasks;
   Stream* origin = nullptr;
   std::thread::id thread;
   int mode = 0;  // cudaStreamCaptureMode
   uint64_t id = 0;
-  std::string spoiledBy;  // empty: nothing
+  std::string spoiledBy;  // empty: the capture is valid
   bool hasEnded = false;
-  std::map<Stream*, size_t> recorded;  // tasks of each stream that takes part
-  std::map<Stream*, std::map<Stream*, size_t>>
-      reached;  // of which each stream has waited for these
+  std::map<Stream*, size_t> recorded;  // the number of tasks of each stream that takes part
+  // How many of these tasks each stream has waited for.
+  std::map<Stream*, std::map<Stream*, size_t>> reached;
 
  private:
   std::mutex mutex_;
@@ -84,7 +83,7 @@ class Stream {
   Stream(int device, int priority);
 
   void enqueue(std::function<void()> work);
-  // Runs although the stream is being captured.
+  // Runs even if the stream is being captured.
   void enqueueNow(std::function<void()> work);
   std::shared_ptr<Moment> mark();  // passed when everything enqueued so far has run
   Refusal synchronize();
@@ -121,18 +120,13 @@ void setDelay(int64_t microseconds);
 
 void setStrictCapture(bool isStrict);
 int exchangeCaptureMode(int mode);
-// See mycoll_standin_break(); empty: it is whole.
+// See mycoll_standin_break(). Empty: the device works.
 void breakDevice(std::string sentence);
 Refusal refuseWhenBroken();
-// Null where this thread may wait and ask now.
+// Returns null if this thread may query and wait now.
 Refusal refuseDuringCapture(const char* what);
-// To ask for what was recorded under capture spoils that capture, as with CUDA: whoever asks, and
-// in whatever mode.
+// A query of what was recorded under capture invalidates that capture, from any thread and in any
+// mode, as with CUDA.
 Refusal refuseCaptured(const Moment& moment);
-
-struct Counts {
-  std::atomic<int64_t> streams{0}, tasks{0}, eventWaits{0}, eventQueries{0}, graphLaunches{0};
-};
-Counts& counts();
 
 }  // namespace standin

@@ -18,13 +18,13 @@ std::mutex lastConfigMutex;
 Config lastConfig;
 
 std::mutex allocationsMutex;
-std::map<void*, void*> allocations;  // ncclMemAlloc's: what was handed out, and its block
+std::map<void*, void*> allocations;  // of ncclMemAlloc: the address it returned, and its block
 
 bool isUndefinedOr(int value, int least, int most) {
   return value == mycoll::nccl::kUndefined || (value >= least && value <= most);
 }
 
-// As NCCL does it: as many bytes as both know.
+// Reads as many bytes as both versions have, as NCCL does.
 Result readConfig(const Config* given, Config* config) {
   *config = Config();
   if (given == nullptr) return Result::kSuccess;
@@ -43,11 +43,11 @@ Result readConfig(const Config* given, Config* config) {
   if (!isUndefinedOr(config->splitShare, 0, 1)) return invalid("Invalid config splitShare");
   std::lock_guard<std::mutex> lock(lastConfigMutex);
   lastConfig = *config;
-  lastConfig.netName = lastConfig.commName = nullptr;  // the caller's
+  lastConfig.netName = lastConfig.commName = nullptr;  // these belong to the caller
   return Result::kSuccess;
 }
 
-// For calls that are no operations: those may not meet others either.
+// For calls that are not operations. They, too, must not run at the same time as others.
 template <typename Function>
 Result with(Handle handle, const char* name, Function function) {
   count(name);
@@ -57,7 +57,7 @@ Result with(Handle handle, const char* name, Function function) {
   return ready != Result::kSuccess ? ready : function(*comm);
 }
 
-// How many threads are in there, hanging ones included.
+// Counts the threads that are connecting, including those that hang.
 struct Connecting {
   Connecting() { count("connecting"); }
   ~Connecting() { count("connecting", -1); }
@@ -72,7 +72,7 @@ Result connect(Handle* made, int ranks, const UniqueId& id, int rank, const Conf
   if (valid != Result::kSuccess) return valid;
   if (ranks < 1 || rank < 0 || rank >= ranks) return invalid("invalid rank or number of ranks");
   if (isGrouping()) {
-    return complain(Result::kInvalidUsage, "communicators in groups are more than I can do");
+    return complain(Result::kInvalidUsage, "communicators in groups are not supported");
   }
   hangWhile("connect", rank, [] { return false; });
   Device::get().enter();
@@ -82,7 +82,7 @@ Result connect(Handle* made, int ranks, const UniqueId& id, int rank, const Conf
   return comm->connect(id);
 }
 
-// A child takes over what its configuration leaves open.
+// A child inherits what its configuration leaves undefined.
 Result childConfig(const Comm& parent, const Config* given, Config* config) {
   const Result valid = readConfig(given, config);
   if (given == nullptr) *config = parent.config;
@@ -122,8 +122,8 @@ NCCL_API const char* ncclGetLastError(Handle) { return lastComplaint(); }
 
 NCCL_API Result ncclGetUniqueId(UniqueId* id) {
   count("ncclGetUniqueId");
-  if (id == nullptr) return invalid("no room for the id");
-  if (script().fails("id", 0)) return complain(Result::kSystemError, "no id for you");
+  if (id == nullptr) return invalid("the id is null");
+  if (script().fails("id", 0)) return complain(Result::kSystemError, "the script makes it fail");
   return Segment::create(id) ? Result::kSuccess : Result::kSystemError;
 }
 
@@ -187,9 +187,9 @@ NCCL_API Result ncclCommUserRank(const Handle handle, int* rank) {
 NCCL_API Result ncclMemAlloc(void** memory, size_t bytes) {
   count("ncclMemAlloc");
   Device::get().enter();
-  // In whole pages that begin on one: windows want that.
+  // Whole pages, aligned to one, because windows need that.
   constexpr size_t kPage = mycoll::nccl::kWindowAlignment;
-  // Of the current device, whose default stream null is.
+  // Null is the default stream of the current device.
   auto* const block =
       static_cast<char*>(Device::get().allocate((bytes + 2 * kPage - 1) / kPage * kPage, nullptr));
   if (block == nullptr) return complain(Result::kUnhandledCudaError, "out of memory");

@@ -53,7 +53,7 @@ Handle publish(std::shared_ptr<Comm> comm) {
 }
 
 void withdraw(const Comm* comm) {
-  std::shared_ptr<Comm> last;  // goes without the lock
+  std::shared_ptr<Comm> last;  // destroyed without the lock
   std::lock_guard<std::mutex> lock(handles().mutex);
   for (auto it = handles().comms.begin(); it != handles().comms.end(); ++it) {
     if (it->second.get() != comm) continue;
@@ -68,7 +68,7 @@ std::shared_ptr<Comm> find(Handle handle, const char* function) {
   std::lock_guard<std::mutex> lock(handles().mutex);
   const auto found = handles().comms.find(handle);
   if (found == handles().comms.end()) {
-    die(std::string(function) + " of a communicator that was destroyed or aborted, or never was");
+    die(std::string(function) + " of a communicator that was destroyed, aborted or never made");
   }
   return found->second;
 }
@@ -158,7 +158,8 @@ Result Comm::readiness() {
   return Result::kSuccess;
 }
 
-// In the caller for a blocking communicator, else by a thread, and in progress until it is done.
+// Runs the job in the caller for a blocking communicator. Otherwise a thread runs it, and the
+// communicator is in progress until it is done.
 Result Comm::background(std::function<Result()> job) {
   if (isBlocking) {
     const Result result = job();
@@ -197,7 +198,9 @@ Result Comm::connect(const UniqueId& id) {
     hangWhile("init", self->rank, aborted);
     self->mayWaitForDevice();
     const Script now = script();
-    if (now.fails("init", self->rank)) return complain(Result::kInternalError, "told to fail");
+    if (now.fails("init", self->rank)) {
+      return complain(Result::kInternalError, "the script makes it fail");
+    }
     self->segment_ = Segment::attach(self->id_, self->rank, self->ranks);
     if (!self->segment_) {
       return complain(Result::kSystemError, "no such id, or another number of ranks");
@@ -217,7 +220,7 @@ Result Comm::meet() {
     return complain(Result::kInvalidUsage, "rank " + std::to_string(rank) + " is taken");
   }
   const Result met = await([this] { return segment_->isComplete(); });
-  Segment::drop(id_);  // everybody has it now
+  Segment::drop(id_);  // all ranks have mapped it
   return met;
 }
 
@@ -230,35 +233,37 @@ Result Comm::split(int color, int key, Handle* child, const Config& config) {
     }
   }
   mayWaitForDevice();
-  std::vector<int> members;
-  for (int each = 0; each < ranks; ++each) members.push_back(each);
-  return background([self = shared_from_this(), members, color, key, child, config] {
-    return self->makeChild(members, color, key, child, config);
+  return background([self = shared_from_this(), color, key, child, config] {
+    return self->makeChild(color, key, child, config);
   });
 }
 
-// The members agree in a round of bulletins: wishes, then the leader's id, then all are done with
-// it.
-Result Comm::makeChild(const std::vector<int>& members, int color, int key, Handle* child,
-                       const Config& config) {
+// The ranks agree in a round of bulletins. Each publishes its color and key; the leader of each
+// color publishes the child's id; at the end each publishes that it has finished the round.
+Result Comm::makeChild(int color, int key, Handle* child, const Config& config) {
   *child = nullptr;
   hangWhile("init", rank, [this] { return isStopped(); });
   const uint64_t round = ++rounds_;
+  auto at = [this](int peer) -> Segment::Bulletin& { return segment_->bulletin(peer); };
   auto all = [&](auto isThere) {
-    return await([&] { return std::all_of(members.begin(), members.end(), isThere); });
+    return await([&] {
+      for (int peer = 0; peer < ranks; ++peer) {
+        if (!isThere(at(peer))) return false;
+      }
+      return true;
+    });
   };
-  auto at = [this](int member) -> Segment::Bulletin& { return segment_->bulletin(member); };
-  Result result = all([&](int member) { return at(member).finished >= round - 1; });
+  Result result = all([&](const auto& bulletin) { return bulletin.finished >= round - 1; });
   if (result != Result::kSuccess) return result;
   at(rank).color = color;
   at(rank).key = key;
   at(rank).asked = round;
-  result = all([&](int member) { return at(member).asked >= round; });
+  result = all([&](const auto& bulletin) { return bulletin.asked >= round; });
   if (result != Result::kSuccess) return result;
 
-  std::vector<int> mine;  // of one color, in their new order
-  for (int member : members) {
-    if (at(member).color == color) mine.push_back(member);
+  std::vector<int> mine;  // the ranks of this color, in their new order
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (at(peer).color == color) mine.push_back(peer);
   }
   std::stable_sort(mine.begin(), mine.end(), [&](int a, int b) { return at(a).key < at(b).key; });
   UniqueId id{};
@@ -388,7 +393,7 @@ Result Comm::finalize() {
   return Result::kSuccess;
 }
 
-// Ending is a collective call of the ranks of a host, and all of ours are on one.
+// In NCCL the ranks of a host end a communicator together; here all ranks are on one host.
 void Comm::waitForOthersToLeave() {
   if (!segment_) return;
   for (int peer = 0; peer < ranks; ++peer) {
@@ -445,7 +450,7 @@ Result Comm::revoke() {
   return Result::kSuccess;
 }
 
-// --- what it holds
+// --- registrations
 
 Result Comm::registerBuffer(void** handle) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,8 +1,9 @@
-// A communicator of the stand-in: who is in it, what NCCL would say of its state, and the launches
-// that move its data, one after the other in the order in which they were issued.
+// A communicator of the stand-in: its ranks, its state as NCCL would report it, and the launches
+// that move its data, one after another in the order in which they were issued.
 //
-// Thread contract: [any thread]; that enqueues do not meet is checked by Entry.
-// Lifetimes: found by its handle until destroyed or aborted; launches hold one until they have run.
+// Thread contract: [any thread]; Entry checks that two threads do not enqueue at the same time.
+// Lifetimes: found by its handle until destroyed or aborted; launches hold a reference until they
+// have run.
 #pragma once
 
 #include <atomic>
@@ -59,14 +60,14 @@ size_t sizeOf(DataType type);
 
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  // device: of the thread that makes it, for good.
+  // device: the current device of the thread that makes the communicator; it never changes.
   Comm(int rank, int ranks, int device, const Config& config);
 
   const int rank, ranks, device;
   const Config config;
   const bool isBlocking;
 
-  // --- what ncclX of a handle does
+  // --- the functions of NCCL that take a handle
   Result connect(const UniqueId& id);
   Result split(int color, int key, Handle* child, const Config& config);
   Result issue(std::vector<Operation> operations, void* stream);
@@ -75,13 +76,13 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result abort();
   Result revoke();
   Result asyncError();
-  // Not ready: what a call with this communicator returns.
+  // If this is not kSuccess, a call with this communicator returns it.
   Result readiness();
 
   Result registerBuffer(void** handle);
   Result deregisterBuffer(void* handle);
 
-  // As cudaMalloc and cudaFree, which NCCL calls there.
+  // Waits for the device unless the script says otherwise, as cudaMalloc and cudaFree in NCCL may.
   void mayWaitForDevice() const;
   bool isEntered() const;
 
@@ -102,8 +103,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result dialAll(const Operation& operation);
   void waitForOthersToLeave();
   void dieUnderThread(const char* function);
-  Result makeChild(const std::vector<int>& members, int color, int key, Handle* child,
-                   const Config& config);
+  Result makeChild(int color, int key, Handle* child, const Config& config);
   void run(const Launch& launch);
   template <typename Predicate>
   Result await(Predicate isTrue);
@@ -115,29 +115,29 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   Result state_ = Result::kSuccess;
-  int jobs_ = 0;  // in the background
+  int jobs_ = 0;  // that run in the background
   bool isFinalizing_ = false;
   bool isRunning_ = false;
-  uint64_t issued_ = 0, passed_ = 0;  // launches; those of graphs are not among them
+  uint64_t issued_ = 0, passed_ = 0;  // launches, without those of graphs
   int64_t operations_ = 0;
   std::map<void*, int> buffers_;
   int graphs_ = 0;  // launches that graphs hold
 
   uint64_t collectives_ = 0;  // of the running launch
-  uint64_t rounds_ = 0;       // children, of one thread at a time
+  uint64_t rounds_ = 0;       // children made; one thread at a time makes one
 
   std::atomic<bool> isEntered_{false};
   std::atomic<std::thread::id> groupOwner_{};
 };
 
-// --- handles: never used twice, so that one that outlives its communicator is always noticed
+// --- handles: never reused, so that the use of an old handle is always detected
 
 Handle publish(std::shared_ptr<Comm> comm);
 void withdraw(const Comm* comm);
-// Ends the process when it is none, or was one.
+// Aborts the process if the handle is not, or no longer, that of a communicator.
 std::shared_ptr<Comm> find(Handle handle, const char* function);
 
-// This thread is inside NCCL for a device: see one_thread in standin_nccl.h.
+// The scope in which a thread is inside NCCL for a device: see one_thread in standin_nccl.h.
 class DeviceEntry {
  public:
   DeviceEntry(int device, const char* function);
@@ -149,14 +149,14 @@ class DeviceEntry {
   const int device_;
 };
 
-// Two threads inside one communicator end the process.
+// The scope in which a thread uses a communicator. Aborts the process if two threads do.
 class Entry {
  public:
   Entry(Comm& comm, const char* function, bool isGrouped);
   ~Entry() { comm_.isEntered_ = false; }
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
-  // The thread's group is over.
+  // Called when the thread's group has ended.
   static void leaveGroup(Comm& comm) { comm.groupOwner_ = std::thread::id(); }
 
  private:
@@ -164,14 +164,14 @@ class Entry {
   const DeviceEntry onDevice_;
 };
 
-// ncclGetLastError: of the process, and stale ones too, as in NCCL.
+// The text of ncclGetLastError. As in NCCL, it belongs to the process and is never cleared.
 Result complain(Result result, std::string sentence);
 const char* lastComplaint();
 inline Result invalid(std::string sentence) {
   return complain(Result::kInvalidArgument, std::move(sentence));
 }
 
-// Until it is true, or nobody is left who could make it so.
+// Waits until the predicate is true, the communicator is stopped, or a peer is dead.
 template <typename Predicate>
 Result Comm::await(Predicate isTrue) {
   for (int poll = 0; !isTrue(); ++poll) {
@@ -191,7 +191,7 @@ Result Comm::await(Predicate isTrue) {
 // Whether this thread is between ncclGroupStart and ncclGroupEnd (operations.cpp).
 bool isGrouping();
 
-// False: it was stopped by an abort, or never will end (mover.cpp).
+// Returns false if an abort stopped it, or if it can never end (mover.cpp).
 bool move(Comm& comm, const std::vector<Operation>& operations);
 
 }  // namespace standin::nccl

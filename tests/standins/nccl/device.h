@@ -1,5 +1,6 @@
-// The functions of ../device that this stand-in needs, found in the process at first use: both are
-// loaded by whoever uses them, in any order. Ends the process when the device is not there.
+// The functions of ../device that this stand-in needs. They are found in the process at first use,
+// because the two libraries are loaded separately and in any order. Aborts the process if the device
+// is not loaded.
 // Thread contract: [any thread].
 #pragma once
 
@@ -8,7 +9,7 @@
 namespace standin::nccl {
 
 struct Device {
-  void* (*stream)(void* stream);  // the default one, for null
+  void* (*stream)(void* stream);  // resolves null to the default stream
   void (*enqueueOwned)(void* stream, void (*fn)(void*), void* argument, void (*destroy)(void*));
   void* (*touch)(const void* address, size_t bytes, const char* what);
   int (*pointerDevice)(const void* address);
@@ -20,7 +21,7 @@ struct Device {
   void (*release)(void* address);
   int (*currentDevice)();
   int (*streamDevice)(void* stream);
-  void (*enter)();  // as a call of CUDA's runtime does
+  void (*enter)();  // as each call of CUDA's runtime does
   const char* (*synchronize)(int device);
   int (*exchangeCaptureMode)(int mode);  // of this thread
 

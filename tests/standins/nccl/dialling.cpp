@@ -1,5 +1,5 @@
-// What NCCL does at the first send and the first receive between two ranks: it connects them, in
-// the calling thread, which waits there until the other rank has called as well.
+// NCCL connects two ranks at the first send and the first receive between them. The calling thread
+// waits until the other rank has called as well.
 #include <chrono>
 #include <string>
 #include <thread>
@@ -10,20 +10,20 @@
 namespace standin::nccl {
 namespace {
 
-// Two ranks that are opposite each other in NCCL's rounds, as are the two of a pair, tell each
-// other about both directions in one message.
+// Two ranks that are opposite each other in NCCL's rounds, as the two ranks of a pair are, exchange
+// the data of both directions in one message.
 bool areOpposite(int rank, int peer, int ranks) {
   return (peer - rank + ranks) % ranks * 2 == ranks;
 }
 
-// Of collectives whose algorithm may be the same: bits from 0 to 29.
+// The same number, from 0 to 29, for collectives that may use the same algorithm.
 int connectionOf(const Operation& op) {
   const size_t bytes = op.count * sizeOf(op.type);
   const int sizeClass = bytes <= (64 << 10) ? 0 : bytes <= (1 << 20) ? 1 : 2;
   return 3 * static_cast<int>(op.kind) + sizeClass;
 }
 
-// As NCCL allocates: relaxed, so that a capture that goes on is not spoiled.
+// Allocates as NCCL does: in relaxed mode, so that it does not invalidate a running capture.
 void allocateFor(const Comm& comm) {
   constexpr int kRelaxed = 2;
   const int before = Device::get().exchangeCaptureMode(kRelaxed);
@@ -33,8 +33,8 @@ void allocateFor(const Comm& comm) {
 
 }  // namespace
 
-// NCCL connects what an algorithm needs at the first collective that uses it: in its caller, which
-// waits there for all ranks.
+// NCCL makes the connections of an algorithm at the first collective that uses it. The caller waits
+// for all ranks.
 Result Comm::dialAll(const Operation& operation) {
   if (!script().connectsLazily) return Result::kSuccess;
   const uint64_t bit = uint64_t{1} << connectionOf(operation);
@@ -71,15 +71,15 @@ Result Comm::dial(const std::vector<Operation>& operations) {
   for (const auto& [peer, line] : lines) {
     const Segment::Ring& out = segment().ring(rank, peer);
     const Segment::Ring& in = segment().ring(peer, rank);
-    // Where nothing has passed the other way yet, the peer's first call has to be this one's other
-    // half.
+    // If nothing was sent in the other direction yet, the peer's first call must be the counterpart
+    // of this one.
     const auto isCrossed = [&] {
       return line.sends ? in.isSenderHere && !in.isReceiverHere && !out.isReceiverHere
                         : out.isReceiverHere && !out.isSenderHere && !in.isSenderHere;
     };
     const bool isHalf = line.sends != line.receives && areOpposite(rank, peer, ranks);
     if (isHalf && isCrossed()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it may be about to say both
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it may be about to set both
       if (isCrossed()) {
         die("ranks " + std::to_string(rank) + " and " + std::to_string(peer) +
             " both began with a send, or both with a receive: NCCL would connect them wrongly");

@@ -1,5 +1,5 @@
-// What one launch does when its turn has come on the stream: every operation becomes messages to
-// and from peers, all of them move at the same time, and then results are put together.
+// Runs a launch on the stream: each operation becomes messages to and from peers. All of them move
+// at the same time; then the results are computed.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -18,7 +18,7 @@ namespace {
 using mycoll::DType;
 using mycoll::ReduceOp;
 
-// Goes ahead of each message; both sides must have meant the same.
+// The header of each message. Sender and receiver must expect the same one.
 struct Tag {
   uint64_t ordinal;  // of a collective in its communicator; 0 for kSend
   uint64_t count;
@@ -65,7 +65,7 @@ class Mover {
     for (const Operation& operation : operations) plan(operation);
     if (!moveAll() || !matchOwn()) return false;
     for (const auto& finish : finishers_) finish();
-    // Whoever freed the memory meanwhile is told here.
+    // Abort the process if the memory was freed meanwhile.
     for (const Used& used : used_) (void)Device::get().touch(used.address, used.bytes, used.name);
     return true;
   }
@@ -107,7 +107,7 @@ class Mover {
     finishers_.push_back([=] { std::memmove(to, from, bytes); });
   }
 
-  // All ranks' values of one part meet here.
+  // Receives all ranks' values of one part and reduces them.
   void reduceHere(const Operation& op, char* own, char* to, Tag tag) {
     const size_t bytes = op.count * sizeOf(op.type);
     std::vector<const void*> inputs;
@@ -127,7 +127,7 @@ class Mover {
     const size_t bytes = op.count * sizeOf(op.type);
     Tag tag{0, op.count, op.kind, static_cast<int32_t>(op.type), static_cast<int32_t>(op.op), -1};
     if (op.kind == Kind::kSend || op.kind == Kind::kReceive) {
-      tag.kind = Kind::kSend;  // one message, two names
+      tag.kind = Kind::kSend;  // both ends need the same tag
     } else {
       tag.root = op.root;
       tag.ordinal = comm_.nextCollective();
@@ -224,7 +224,7 @@ class Mover {
     }
   }
 
-  // False: they differ, and nothing good can come of it.
+  // Returns false if the tags differ, and reports that.
   bool agree(int peer, const Tag& expected, const Tag& arrived) {
     if (expected == arrived) return true;
     std::fprintf(
@@ -242,7 +242,7 @@ class Mover {
     return false;
   }
 
-  // Sends to oneself meet one's own receives.
+  // Matches this rank's sends to itself with its receives from itself.
   bool matchOwn() {
     auto& sends = out_[rank_];
     auto& receives = in_[rank_];
@@ -256,7 +256,7 @@ class Mover {
     return sends.empty() && receives.empty();
   }
 
-  // As much of the message at the front as fits; true when something moved.
+  // Writes as much of the messages as fits into the ring. Returns whether something moved.
   bool push(int peer) {
     Segment::Ring& ring = comm_.segment().ring(rank_, peer);
     bool hasMoved = false;
@@ -265,11 +265,10 @@ class Mover {
       const uint64_t written = ring.written.load(std::memory_order_relaxed);
       const uint64_t room = Segment::kRingBytes - (written - ring.read.load());
       if (room == 0) break;
-      const size_t moved = step(
-          message, room, written,
-          [&](char* ours, char* shared, size_t bytes) { std::memcpy(shared, ours, bytes); },
-          reinterpret_cast<char*>(&message.tag), ring);
-      ring.written.store(written + moved);
+      const Piece piece = nextPiece(message, &message.tag, room, ring, written);
+      std::memcpy(piece.shared, piece.own, piece.bytes);
+      message.moved += piece.bytes;
+      ring.written.store(written + piece.bytes);
       hasMoved = true;
       if (message.moved == sizeof(Tag) + message.bytes) queue.pop_front();
     }
@@ -284,33 +283,33 @@ class Mover {
       const uint64_t read = ring.read.load(std::memory_order_relaxed);
       const uint64_t there = ring.written.load() - read;
       if (there == 0) break;
-      const size_t moved = step(
-          message, there, read,
-          [&](char* ours, char* shared, size_t bytes) { std::memcpy(ours, shared, bytes); },
-          reinterpret_cast<char*>(&message.arrived), ring);
-      ring.read.store(read + moved);
+      const Piece piece = nextPiece(message, &message.arrived, there, ring, read);
+      std::memcpy(piece.own, piece.shared, piece.bytes);
+      message.moved += piece.bytes;
+      ring.read.store(read + piece.bytes);
       hasMoved = true;
-      if (message.moved == sizeof(Tag) ||
-          (message.moved - moved < sizeof(Tag) && message.moved > sizeof(Tag))) {
-        *isWrong = !agree(peer, message.tag, message.arrived);
-      }
+      const bool isTagComplete = message.moved == sizeof(Tag);  // a piece ends where the tag ends
+      if (isTagComplete) *isWrong = !agree(peer, message.tag, message.arrived);
       if (message.moved == sizeof(Tag) + message.bytes) queue.pop_front();
     }
     return hasMoved;
   }
 
-  // One piece without a break in the message or in the ring.
-  template <typename Copy>
-  static size_t step(Message& message, size_t limit, uint64_t position, Copy copy, char* tag,
-                     Segment::Ring& ring) {
+  struct Piece {
+    char* own;
+    char* shared;
+    size_t bytes;
+  };
+
+  // The next piece of a message that is contiguous in the tag or the data, and in the ring.
+  static Piece nextPiece(Message& message, Tag* tag, size_t limit, Segment::Ring& ring,
+                         uint64_t position) {
     const bool isTag = message.moved < sizeof(Tag);
-    char* const ours = isTag ? tag + message.moved : message.data + message.moved - sizeof(Tag);
+    char* const start = isTag ? reinterpret_cast<char*>(tag) : message.data - sizeof(Tag);
     const size_t left = (isTag ? sizeof(Tag) : sizeof(Tag) + message.bytes) - message.moved;
     const size_t place = position % Segment::kRingBytes;
     const size_t bytes = std::min({limit, left, Segment::kRingBytes - place});
-    copy(ours, ring.bytes + place, bytes);
-    message.moved += bytes;
-    return bytes;
+    return {start + message.moved, ring.bytes + place, bytes};
   }
 
   bool moveAll() {

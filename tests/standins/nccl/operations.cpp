@@ -1,4 +1,4 @@
-// NCCL's functions that enqueue: their arguments, and groups of them.
+// NCCL's functions that enqueue operations, and groups of them.
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,7 +19,7 @@ struct Group {
   int depth = 0;
   Result error = Result::kSuccess;
   std::vector<Pending> pending;
-  std::vector<std::shared_ptr<Comm>> entered;  // also by what was refused
+  std::vector<std::shared_ptr<Comm>> entered;  // also by operations that were refused
 };
 
 thread_local Group group;
@@ -49,7 +49,7 @@ Result endGroup() {
   return result;
 }
 
-// What an operation reads and writes, in parts of `count` elements.
+// Whether an operation uses its send and receive buffers.
 struct Reach {
   bool reads = true, writes = true;
 };
@@ -67,7 +67,7 @@ Result checkArguments(const Comm& comm, const Operation& op, Reach reach) {
     return invalid(name + ": invalid root or peer " + std::to_string(op.root));
   }
   if (op.count == 0) return Result::kSuccess;
-  // As NCCL_CHECK_POINTERS looks at them.
+  // As NCCL_CHECK_POINTERS does.
   for (const auto& [isUsed, buffer] :
        {std::pair(reach.reads, op.send), std::pair<bool, const void*>(reach.writes, op.receive)}) {
     if (!isUsed) continue;
@@ -106,7 +106,7 @@ Result add(Handle handle, Operation op, void* stream, Reach reach) {
     }
     for (auto& pending : group.pending) {
       if (pending.comm != comm) continue;
-      if (pending.stream != stream) die("several streams in one group are more than I can do");
+      if (pending.stream != stream) die("several streams in one group are not supported");
       pending.operations.push_back(std::move(op));
       return Result::kSuccess;
     }
@@ -114,7 +114,7 @@ Result add(Handle handle, Operation op, void* stream, Reach reach) {
     return Result::kSuccess;
   }
   if (result != Result::kSuccess) return result;
-  // NCCL, too, starts nothing for collectives of no elements.
+  // Like NCCL, start nothing for collectives of no elements.
   if (op.count == 0 && op.kind != Kind::kSend && op.kind != Kind::kReceive) return result;
   return comm->issue({std::move(op)}, stream);
 }
@@ -163,7 +163,7 @@ NCCL_API Result ncclBroadcast(const void* send, void* receive, size_t count, Dat
              stream, {isRoot, true});
 }
 
-// The old form, in place, which torch's own backend calls.
+// The older, in-place form, which torch's own backend calls.
 NCCL_API Result ncclBcast(void* buffer, size_t count, DataType type, int root, Handle comm,
                           CudaStream stream) {
   return ncclBroadcast(buffer, buffer, count, type, root, comm, stream);
@@ -196,7 +196,7 @@ NCCL_API Result ncclAlltoAll(const void* send, void* receive, size_t count, Data
              stream, {});
 }
 
-// NCCL_CHECK_POINTERS wants both buffers of a gather and a scatter on every rank, used or not.
+// NCCL_CHECK_POINTERS requires both buffers of a gather and a scatter on every rank, used or not.
 NCCL_API Result ncclGather(const void* send, void* receive, size_t count, DataType type, int root,
                            Handle comm, CudaStream stream) {
   return add(comm, operation(Kind::kGather, "ncclGather", send, receive, count, type, {}, root),

@@ -67,7 +67,7 @@ std::string fromEnvironment() {
   return text != nullptr ? text : "";
 }
 
-// Never destroyed: threads that were left hanging look here until the very end.
+// Never destroyed: hanging threads read it until the process ends.
 Globals& globals() {
   static Globals& all = *[] {
     auto* made = new Globals;

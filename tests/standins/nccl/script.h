@@ -1,4 +1,4 @@
-// What the stand-in was told to do (standin_nccl.h has the keys), and what it counts.
+// The script of the stand-in (standin_nccl.h documents the keys), and its counters.
 // Thread contract: [any thread].
 #pragma once
 
@@ -32,7 +32,7 @@ struct Script {
 
 Script script();
 
-// Stays here while the script says so, and isEnough() (an abort, most often) does not.
+// Blocks while the script requests it and isEnough() (usually: the communicator is aborted) is false.
 template <typename Predicate>
 void hangWhile(const char* what, int rank, Predicate isEnough);
 void nap();
@@ -40,7 +40,7 @@ void nap();
 void count(const std::string& what, int64_t change = 1);
 int64_t counted(const std::string& what);
 
-// Misuse that NCCL would not survive: ends the process.
+// Aborts the process, for misuse whose result is undefined in NCCL.
 [[noreturn]] void die(const std::string& sentence);
 
 template <typename Predicate>

@@ -21,10 +21,10 @@ using mycoll::nccl::UniqueId;
 
 constexpr uint64_t kMagic = 0x6d79636f6c6c6e63;
 
-// What a UniqueId holds.
+// The contents of a UniqueId.
 struct Id {
   uint64_t magic;
-  uint64_t cookie;  // also in the memory: a pid may be another process by now
+  uint64_t cookie;  // also in the memory, because the pid may belong to another process by now
   int32_t pid;
   int32_t fd;
 };
@@ -32,7 +32,7 @@ static_assert(sizeof(Id) <= sizeof(UniqueId));
 
 struct Header {
   std::atomic<uint64_t> cookie;
-  std::atomic<int32_t> ranks;  // 0: nobody has come yet
+  std::atomic<int32_t> ranks;  // 0: no rank has attached yet
 };
 
 constexpr size_t kPage = 4096;
@@ -96,7 +96,7 @@ std::unique_ptr<Segment> Segment::attach(const UniqueId& unique, int rank, int r
   const Fd fd(open(path, O_RDWR | O_CLOEXEC));
   if (!fd) return nullptr;
 
-  // All ranks come with the same size; whoever is first makes the room for all.
+  // All ranks must have the same number of ranks; the first one sets it.
   auto* header = static_cast<Header*>(map(fd.get(), kPage));
   if (header == nullptr) return nullptr;
   int32_t known = 0;
@@ -110,9 +110,9 @@ std::unique_ptr<Segment> Segment::attach(const UniqueId& unique, int rank, int r
   segment->bytes_ = totalBytes(ranks);
   segment->memory_ = map(fd.get(), segment->bytes_);
   if (segment->memory_ == nullptr) return nullptr;
-  int32_t nobody = 0;
+  int32_t noPid = 0;
   Bulletin& own = segment->bulletin(rank);
-  segment->isTaken_ = !own.pid.compare_exchange_strong(nobody, getpid());
+  segment->isTaken_ = !own.pid.compare_exchange_strong(noPid, getpid());
   if (!segment->isTaken_) own.startTicks = mycoll::processStartTicks(getpid());
   return segment;
 }
@@ -141,7 +141,7 @@ bool Segment::isPeerDead(int peer) const {
   const Bulletin& there = bulletin(peer);
   const pid_t pid = there.pid.load();
   if (pid == 0 || pid == getpid() || there.isGone.load() != 0) return false;
-  const uint64_t startTicks = there.startTicks.load();  // 0: it has not come that far
+  const uint64_t startTicks = there.startTicks.load();  // 0: not set yet
   return startTicks != 0 && !mycoll::isLiving(mycoll::lookAtProcess(pid, startTicks));
 }
 

@@ -1,5 +1,5 @@
-// What torch's own NCCL backend is linked with and mycoll does not use. So that this library can be
-// preloaded in place of torch's copy; nobody may call them.
+// Functions that torch's own NCCL backend is linked with and mycoll does not use, so that this
+// library can be preloaded instead of torch's copy. They always fail.
 #include "comm.h"
 
 #define STANDIN_UNUSED(symbol)                                                      \

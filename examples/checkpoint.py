@@ -1,7 +1,7 @@
-"""A sharded model's checkpoint: every rank writes its part, and any number of ranks can load it.
+"""Checkpoint of a sharded model: each rank writes its part, and any number of ranks can load it.
 
 torchrun --nproc-per-node 2 examples/checkpoint.py --folder /tmp/run --steps 10
-torchrun --nproc-per-node 1 examples/checkpoint.py --folder /tmp/run --steps 20     # goes on
+torchrun --nproc-per-node 1 examples/checkpoint.py --folder /tmp/run --steps 20     # continues
 """
 
 import argparse
@@ -42,9 +42,9 @@ def main() -> None:
         )
         begin = state["step"]
     if rank == 0:
-        print(f"{size} ranks begin with step {begin}", flush=True)
+        print(f"{size} ranks start at step {begin}", flush=True)
     for step in range(begin, options.steps):
-        # One batch, whatever the number of ranks; each has its part.
+        # The batch does not depend on the number of ranks; each rank has a part of it.
         random = torch.Generator().manual_seed(step)
         data = torch.randn(WHOLE_BATCH, 8, generator=random).tensor_split(size)[rank]
         loss = nn.functional.mse_loss(model(data), data.sum(dim=1, keepdim=True))
@@ -53,7 +53,7 @@ def main() -> None:
         optimizer.step()
 
     weights, moments = get_state_dict(model, optimizer)
-    # While training goes on: dcp.async_save(..., process_group=dist.new_group()).
+    # To save while training continues: dcp.async_save(..., process_group=dist.new_group()).
     dcp.save(
         {"model": weights, "optimizer": moments, "step": options.steps},
         checkpoint_id=options.folder,

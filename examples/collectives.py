@@ -1,4 +1,4 @@
-"""Operations that all ranks of a group call together, on tensors and on Python objects.
+"""Operations that all ranks of a group call, on tensors and on Python objects.
 
 torchrun --nproc-per-node 2 examples/collectives.py
 """
@@ -16,31 +16,33 @@ def tensors(rank: int, size: int) -> None:
     assert value.tolist() == [total] * 2
 
     value = mine.clone()
-    dist.reduce(value, dst=0, op=dist.ReduceOp.MAX)  # only rank 0 gets the largest
+    dist.reduce(value, dst=0, op=dist.ReduceOp.MAX)  # only rank 0 gets the maximum
     assert rank != 0 or value.tolist() == [size] * 2
 
     value = mine.clone()
-    dist.broadcast(value, src=0)  # every rank gets rank 0's
+    dist.broadcast(value, src=0)  # every rank gets the tensor of rank 0
     assert value.tolist() == [1, 1]
 
     everyone = [torch.empty(2) for _ in range(size)]
-    dist.all_gather(everyone, mine)  # every rank gets all
+    dist.all_gather(everyone, mine)  # every rank gets all tensors
     assert [part[0].item() for part in everyone] == list(range(1, size + 1))
 
     gathered = [torch.empty(2) for _ in range(size)] if rank == 0 else None
-    dist.gather(mine, gathered, dst=0)  # only rank 0 gets all
+    dist.gather(mine, gathered, dst=0)  # only rank 0 gets all tensors
 
     part = torch.empty(2)
-    dist.scatter(part, gathered, src=0)  # rank 0 hands them out again
+    dist.scatter(part, gathered, src=0)  # each rank gets one of rank 0's tensors
     assert torch.equal(part, mine)
 
     outgoing = [torch.tensor([10 * rank + to]) for to in range(size)]
     incoming = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_to_all(incoming, outgoing)  # a message from each to each
+    dist.all_to_all(incoming, outgoing)  # each rank sends a tensor to each rank
     assert [part.item() for part in incoming] == [10 * source + rank for source in range(size)]
 
     summed = torch.empty(2)
-    dist.reduce_scatter(summed, [mine.clone() for _ in range(size)])  # a slice of the sum to each
+    dist.reduce_scatter(
+        summed, [mine.clone() for _ in range(size)]
+    )  # each rank gets a part of the sum
     assert summed.tolist() == [total] * 2
 
     dist.barrier()  # no rank continues before all have arrived
@@ -49,7 +51,8 @@ def tensors(rank: int, size: int) -> None:
 
 
 def overlapped(rank: int, size: int) -> None:
-    """async_op=True returns a Work: compute while it runs, wait() before using the result."""
+    """async_op=True returns a Work. Compute while it runs, and call wait() before using the
+    result."""
     values = [torch.full((1000,), float(rank)) for _ in range(4)]
     works = [dist.all_reduce(value, async_op=True) for value in values]
     for work in works:
@@ -64,11 +67,11 @@ def subgroup(rank: int) -> None:
     only_zero = dist.new_group([0])
     if rank == 0:
         dist.all_reduce(torch.ones(1), group=only_zero)
-        print("subgroup: rank 0 talked to itself")
+        print("subgroup: as expected")
 
 
 def objects(rank: int, size: int) -> None:
-    """Whatever pickle can carry. Slower than tensors: for settings and metrics, not for data."""
+    """Any object that can be pickled. Use it for settings and metrics; tensors are faster."""
     settings = [{"lr": 0.1, "name": "run 7"}] if rank == 0 else [None]
     dist.broadcast_object_list(settings, src=0)
     report: list[object] = [None] * size

@@ -1,4 +1,5 @@
-"""DistributedDataParallel: each rank has a part of the data, and backward() averages the gradients.
+"""DistributedDataParallel: each rank trains on a part of the data, and backward() averages
+gradients.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 """

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 --max-restarts 1 examples/ddp_restart.py --folder /tmp/run --crash-at 25
 
 With --crash-at, rank 1 kills itself in that step of the first attempt. torchrun stops the others
-and starts all again; they find the checkpoint.
+and restarts all ranks, which load the checkpoint.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 writes: all ranks hold the same state. The rename at the end makes it complete."""
+    """Rank 0 writes, because all ranks have the same state. The rename makes the write atomic."""
     if dist.get_rank() == 0:
         state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
-    dist.barrier()  # nobody runs ahead of the checkpoint
+    dist.barrier()  # no rank continues before the checkpoint is complete
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -54,11 +54,11 @@ def main() -> None:
 
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0:
-        print(f"attempt {attempt} begins with step {begin}", flush=True)
+        print(f"attempt {attempt} starts at step {begin}", flush=True)
     for step in range(begin, options.steps):
         if step == options.crash_at and attempt == 0 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        # Each step and rank has its own batch. After a restart it is the same again.
+        # Each step and rank has its own batch, which is the same after a restart.
         random = torch.Generator().manual_seed(1000 * step + rank)
         data = torch.randn(64, 8, generator=random)
         loss = nn.functional.mse_loss(parallel(data), data.sum(dim=1, keepdim=True))

@@ -1,10 +1,10 @@
-"""Training that continues when processes are killed, and that others join, without a restart.
+"""Training that continues without a restart when processes are killed or join.
 
 python examples/elastic.py
 
 The program starts four processes that train with DistributedDataParallel. After a while it kills
-two of them, rank 0 among them, and starts another one. The others repeat the step in which they
-lost a rank, from the parameters that they have.
+two of them, including rank 0, and starts another one. The survivors repeat the step in which a rank
+was lost, with their current parameters.
 """
 
 import os
@@ -25,7 +25,8 @@ STEPS = 400
 
 
 def share_state(group: dist.ProcessGroup, step: int, tensors: list[torch.Tensor]) -> int:
-    """Gives all ranks the state of the rank that has done the most steps; returns their number."""
+    """Copies the state of the rank with the most steps to all ranks. Returns its number of
+    steps."""
     steps = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(steps, torch.tensor([step]), group=group)
     latest = max(range(group.size()), key=lambda rank: steps[rank].item())
@@ -43,7 +44,7 @@ def train(port: int, results: Any) -> None:
     step, generation = 0, 0
     while step < STEPS or members.size < 3:  # the process that joins may be late
         try:
-            if generation != members.generation:  # the ranks are other ones
+            if generation != members.generation:  # the ranks have changed
                 generation = members.generation
                 state = [parameter.detach() for parameter in model.parameters()]
                 step = share_state(members.group, step, state)
@@ -56,7 +57,7 @@ def train(port: int, results: Any) -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            time.sleep(0.005)  # a larger model would compute now
+            time.sleep(0.005)  # instead of the computation of a larger model
             members.admit()
         except dist.DistBackendError:
             members.recover()

@@ -1,7 +1,7 @@
-"""A model that is spread over devices, inside DistributedDataParallel.
+"""A model that is split over devices, inside DistributedDataParallel.
 
-Each rank splits its copy of the model over two devices; DDP without device_ids averages
-the gradients of all copies. On a machine without accelerators both devices are the CPU.
+Each rank splits its copy of the model over two devices. DDP without device_ids averages the
+gradients of all copies. On a machine without accelerators both devices are the CPU.
 
 torchrun --nproc-per-node 2 examples/model_parallel.py
 """
@@ -27,7 +27,7 @@ class TwoHalves(nn.Module):
 
 
 def my_devices() -> tuple[torch.device, torch.device]:
-    """Two accelerators for each rank, if there are enough; else the CPU twice."""
+    """Two accelerators for each rank if there are enough, otherwise the CPU twice."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= 2 * int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cuda", 2 * local_rank), torch.device("cuda", 2 * local_rank + 1)
@@ -35,7 +35,7 @@ def my_devices() -> tuple[torch.device, torch.device]:
 
 
 def main() -> None:
-    # CUDA tensors travel over nccl, all others over mycoll.
+    # CUDA tensors use nccl, and all others mycoll.
     devices = my_devices()
     on_cpu = devices[0].type == "cpu"
     dist.init_process_group("mycoll" if on_cpu else "cpu:mycoll,cuda:nccl")

@@ -1,4 +1,4 @@
-"""Without torchrun: mycoll.spawn starts the ranks and brings back what they return.
+"""Without torchrun: mycoll.spawn starts the ranks and returns their results.
 
 python examples/notebook.py
 

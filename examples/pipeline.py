@@ -1,5 +1,5 @@
 """A pipeline: each rank has a part of the layers, and works on one microbatch while the next rank
-works on the one before.
+works on the previous one.
 
 torchrun --nproc-per-node 2 examples/pipeline.py
 """
@@ -32,7 +32,7 @@ def in_a_pipeline(rank: int, size: int) -> float:
         x, y = batch(step)
         optimizer.zero_grad()
         losses = []
-        # The first stage is given the input, the last one the target.
+        # The first stage gets the input, the last one the target.
         inputs = [x] if rank == 0 else []
         wanted = {"target": y, "losses": losses} if rank == size - 1 else {}
         schedule.step(*inputs, **wanted)

@@ -1,4 +1,4 @@
-"""Messages between two ranks: blocking, non-blocking, from anyone, and several at once.
+"""Messages between two ranks: blocking, non-blocking, from any source, and in a batch.
 
 torchrun --nproc-per-node 2 examples/point_to_point.py
 """
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def blocking(rank: int) -> None:
-    """send() returns when the tensor may be written again, recv() when it is filled."""
+    """send() returns when the tensor may be changed again, recv() when it has been received."""
     tensor = torch.zeros(1)
     if rank == 0:
         tensor += 1
@@ -19,7 +19,7 @@ def blocking(rank: int) -> None:
 
 
 def non_blocking(rank: int) -> None:
-    """isend() and irecv() return at once. Do not touch the tensor until wait() has returned."""
+    """isend() and irecv() return immediately. Do not touch the tensor until wait() has returned."""
     tensor = torch.zeros(1)
     if rank == 0:
         tensor += 1
@@ -31,19 +31,20 @@ def non_blocking(rank: int) -> None:
     print(f"non-blocking: rank {rank} has {tensor.item()}")
 
 
-def from_anyone(rank: int) -> None:
-    """Without a source, recv() takes the first message of that tag, and returns its sender."""
+def from_any_source(rank: int) -> None:
+    """Without a source, recv() receives the first message of that tag, and returns its sender."""
     if rank == 0:
         tensor = torch.empty(2)
         for _ in range(dist.get_world_size() - 1):
             sender = dist.recv(tensor, tag=7)
-            print(f"from anyone: rank {sender} sent {tensor.tolist()}")
+            print(f"any source: rank {sender} sent {tensor.tolist()}")
     else:
         dist.send(torch.full((2,), float(rank)), dst=0, tag=7)
 
 
 def neighbours(rank: int, size: int) -> None:
-    """Each rank sends to its right and receives from its left. The order in a batch is free."""
+    """Each rank sends to its right neighbour and receives from its left one. The order of
+    operations in a batch does not matter."""
     outgoing, incoming = torch.tensor([rank]), torch.empty(1, dtype=torch.int64)
     requests = dist.batch_isend_irecv(
         [
@@ -54,7 +55,7 @@ def neighbours(rank: int, size: int) -> None:
     for request in requests:
         request.wait()
     assert incoming.item() == (rank - 1) % size
-    print(f"neighbours: rank {rank} heard from {incoming.item()}")
+    print(f"neighbours: rank {rank} received from {incoming.item()}")
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     blocking(rank)
     non_blocking(rank)
-    from_anyone(rank)
+    from_any_source(rank)
     neighbours(rank, size)
     dist.destroy_process_group()
 

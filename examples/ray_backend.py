@@ -5,9 +5,10 @@
     ray_backend.register()  # in the driver and in each actor
     ray.util.collective.init_collective_group(size, rank, backend="mycoll", group_name="mine")
 
-It takes tensors of torch and arrays of NumPy, in place. A process may be in any number of groups,
-and needs no torch.distributed.init_process_group. Written for Ray 2.60; the registry of backends
-and the key-value store are private parts of Ray, and may differ in other versions.
+It supports torch tensors and NumPy arrays, and changes them in place. A process may be in any
+number of groups, and needs no torch.distributed.init_process_group. Written for Ray 2.60. The
+registry of backends and the key-value store are private parts of Ray, and may differ in other
+versions.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def register() -> None:
 
 
 class MycollGroup(BaseGroup):
-    """One rank's end of a group. Ray wraps each tensor in a list, one for each device."""
+    """A rank of a group. Ray wraps each tensor in a list, with one element for each device."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
-        self._group: ProcessGroup | None = _meet(world_size, rank, group_name)
+        self._group: ProcessGroup | None = _create_group(world_size, rank, group_name)
 
     @classmethod
     def backend(cls) -> str:
@@ -90,7 +91,7 @@ class MycollGroup(BaseGroup):
         root = reduce_options.root_rank
         mine = _single(tensor)
         if self.rank != root:
-            mine = mine.clone()  # torch lets reduce change it
+            mine = mine.clone()  # torch's reduce may change it
         dist.reduce(mine, op=_OPS[reduce_options.reduceOp], group=self._group, group_dst=root)
 
     def allgather(
@@ -117,17 +118,18 @@ class MycollGroup(BaseGroup):
         dist.send(_single(tensor), group=self._group, group_dst=send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: RecvOptions) -> None:
-        # Not dist.recv, which translates the rank to that of the job.
+        # dist.recv would return the global rank of the sender, which needs a default group.
         work = dist.irecv(_single(tensor), group=self._group, group_src=recv_options.src_rank)
         if work is not None:
             work.wait()
 
 
-def _meet(size: int, rank: int, name: str) -> ProcessGroup:
-    """Rank 0 hosts a store, whose address is in Ray's own store until all ranks have connected.
+def _create_group(size: int, rank: int, name: str) -> ProcessGroup:
+    """Rank 0 starts a store, and keeps its address in Ray's key-value store until all ranks have
+    connected.
 
-    The ranks continue only after the address is removed: the next group of this name must not find
-    it.
+    The ranks continue only after the address is removed, so that the next group of this name does
+    not find it.
     """
     key = f"mycoll group {name}"
     if rank == 0:
@@ -140,14 +142,15 @@ def _meet(size: int, rank: int, name: str) -> ProcessGroup:
             internal_kv._internal_kv_del(key)
         store.set("go", "")
     else:
-        store = _join(key)
+        store = _connect(key)
         store.set(f"here/{rank}", "")
         store.wait(["go"], default_pg_timeout)
     return mycoll.process_group(store, rank, size, name=name)
 
 
-def _join(key: str) -> TCPStore:
-    """The store of rank 0. An earlier rank 0 may have been killed, and have left its address."""
+def _connect(key: str) -> TCPStore:
+    """Connects to the store of rank 0. If an earlier rank 0 was killed, its address may be
+    there."""
     deadline = time.monotonic() + default_pg_timeout.total_seconds()
     while True:
         host, _, port = _wait_for(key, deadline).rpartition(":")

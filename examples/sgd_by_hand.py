@@ -1,8 +1,7 @@
 """Data-parallel training by hand: each rank has a part of the data, and a ring averages gradients.
 
-Two rings are written here from messages, to show how an all-reduce can work: the tutorial's, which
-passes whole tensors on, and one that passes chunks. Beside them dist.all_reduce, which is what to
-use.
+Two rings of messages show how an all-reduce can work: that of torch's tutorial, which sends whole
+tensors, and one that sends chunks. In a program, use dist.all_reduce.
 
 torchrun --nproc-per-node 2 examples/sgd_by_hand.py
 """
@@ -13,7 +12,7 @@ from torch import nn
 
 
 def whole_ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Sums in place. Each rank sends the tensor n - 1 times: it passes on what it received."""
+    """Sums in place. Each rank sends n - 1 tensors: it forwards the ones that it received."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     outgoing, incoming = tensor.clone(), torch.empty_like(tensor)
@@ -26,26 +25,26 @@ def whole_ring_all_reduce(tensor: torch.Tensor) -> None:
 
 
 def chunked_ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Sums in place. Each rank sends 2 (n - 1) / n of the tensor, however many ranks there are."""
+    """Sums in place. Each rank sends 2 (n - 1) / n of the tensor."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
-    # One chunk for each rank; tensor_split allows unequal ones. They are views of the tensor.
+    # One chunk for each rank. The chunks are views, and may be unequal.
     chunks = list(tensor.view(-1).tensor_split(size))
 
-    def pass_on(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    def forward(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         sending = dist.isend(outgoing, right)
         dist.recv(incoming, left)
         sending.wait()
 
-    # First round: each rank adds its part to a chunk. At its last stop the chunk is complete.
+    # First round: each rank adds its part to a chunk. After the last rank the chunk is complete.
     for step in range(size - 1):
         mine, theirs = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         arrived = torch.empty_like(theirs)
-        pass_on(mine, arrived)
+        forward(mine, arrived)
         theirs += arrived
     # Second round: the complete chunks go to all ranks.
     for step in range(size - 1):
-        pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
+        forward(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
 
 
 WAYS = {
@@ -67,7 +66,7 @@ def train(way: str, steps: int = 100) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     data = torch.randn(512, 8)
     target = data.pow(2).sum(dim=1, keepdim=True) / 8
-    # Each rank's part; with unequal parts the average would need weights.
+    # The part of this rank. With unequal parts the average would need weights.
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     loss = torch.zeros(())
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Models that are spread over ranks: FSDP2 (fully_shard), and tensor parallelism.
+"""Models that are split over ranks: FSDP2 (fully_shard), and tensor parallelism.
 
 torchrun --nproc-per-node 2 examples/sharded.py
 """
@@ -42,12 +42,12 @@ def train(model: nn.Module, data: torch.Tensor, steps: int = 5) -> float:
 
 
 def shard_parameters(mesh: DeviceMesh, data: torch.Tensor) -> float:
-    """FSDP2: each rank keeps a part of every parameter, gathers a block's when it is needed."""
+    """FSDP2: each rank keeps a part of every parameter, and gathers those of a block on use."""
     model = make_model()
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # Each rank's part of the batch; gradients are averaged.
+    # The part of the batch for this rank. FSDP2 averages the gradients.
     part = data.tensor_split(mesh.size())[mesh.get_local_rank()]
     mean = torch.tensor(train(model, part))
     dist.all_reduce(mean)
@@ -58,7 +58,7 @@ def shard_layers(mesh: DeviceMesh, data: torch.Tensor) -> float:
     """Tensor parallelism: each rank computes a part of every layer, for the whole batch."""
     model = make_model()
     for block in model:
-        # Columns first, rows after: one all-reduce for the pair.
+        # Columns of the first layer and rows of the second: one all-reduce for both.
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return train(model, data)
 

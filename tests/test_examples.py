@@ -1,5 +1,5 @@
-"""The programs of examples/, run as their first lines say, only without torchrun's own start-up and
-their own import of torch."""
+"""Runs the programs of examples/ as their first lines describe, but without torchrun and on
+processes that have already imported torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two_ranks(program: Path, codes: tuple[int, int] = (0, 0)) -> str:
 
 
 def run_ranks(program: Path, *arguments: str, codes: tuple[int, ...] = (0, 0)) -> str:
-    """A rank for each of the codes that they are to end with."""
+    """Runs one rank for each of the expected exit codes."""
     folder = program.parent if program.parent != EXAMPLES else None
     ended = warm.ranks(
         program,
@@ -46,7 +46,7 @@ def run_ranks(program: Path, *arguments: str, codes: tuple[int, ...] = (0, 0)) -
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("point_to_point.py", "neighbours: rank 1 heard from 0"),
+        ("point_to_point.py", "neighbours: rank 1 received from 0"),
         ("collectives.py", "objects: [{'rank': 0, 'lr': 0.1}, {'rank': 1, 'lr': 0.1}]"),
         ("sgd_by_hand.py", "loss after training: {'ring': "),
         ("ddp.py", "epoch 4: loss 0.0"),
@@ -60,7 +60,7 @@ def test_example(name, words):
 
 
 def test_elastic(tmp_path: Path):
-    """Its processes are forked from one that has imported torch."""
+    """The processes are forked from one that has imported torch."""
     text = (EXAMPLES / "elastic.py").read_text()
     spawn = 'context = mp.get_context("spawn")'
     forked = "from worlds import servers; context = servers.context()"
@@ -94,7 +94,7 @@ def test_first_run_of_readme(tmp_path: Path):
 
 
 def test_mistake_of_readme(tmp_path: Path):
-    """The error that README shows is the one that its mistake makes."""
+    """The error in the README is the one that its mistake raises."""
     call = "        dist.all_reduce(mean, dist.ReduceOp.AVG)\n"
     test = "        if rank == 0:\n"
     right = program_of_readme()
@@ -108,7 +108,7 @@ def test_mistake_of_readme(tmp_path: Path):
     assert lines.pop(5).startswith("  Trace: mycoll trace /tmp/mycoll-")  # no traces in the tests
 
     def words(text: str) -> str:
-        """Without what differs from run to run: host, process, and the group's name."""
+        """The text without the parts that differ between runs: host, process and group name."""
         return re.sub(r"group '[^']*'", "group", re.sub(r"\(\S+:\d+\)", "", text))
 
     for line in lines:
@@ -116,7 +116,7 @@ def test_mistake_of_readme(tmp_path: Path):
 
 
 def programs_of_tutorial(folder: Path) -> dict[str, Path]:
-    """Writes them into the folder; by name."""
+    """Writes the programs into the folder; returns their paths by name."""
     text = (ROOT / "docs/tutorial.md").read_text()
     found = re.findall(r"`(\w+\.py)`[^`]*\n\n```python\n(.*?)^```", text, re.M | re.S)
     assert [name for name, _ in found] == ["hello.py", "wrong.py", "stuck.py"]
@@ -136,7 +136,7 @@ def test_programs_of_tutorial(tmp_path: Path):
     for words in ("MISMATCH at collective #0", "all_reduce SUM float32 numel=5 (call #0)"):
         assert words in output
     assert "MISMATCH at collective #0" in shown
-    # Rank 1 sleeps for a second instead of an hour, and then ends as if it was killed.
+    # Rank 1 sleeps for a second instead of an hour, and then kills itself.
     text = programs["stuck.py"].read_text()
     assert text.count("time.sleep(3600)") == 1
     ends = "(time.sleep(1), os.kill(os.getpid(), 9))"
@@ -154,7 +154,7 @@ def test_notebook():
 
 
 def test_ddp_restart(tmp_path: Path):
-    """As torchrun's agent runs it; then the outcome is that of a job that never crashed."""
+    """Run by torchrun's agent, a job that crashes has the same result as one that does not."""
     (tmp_path / "crash").mkdir()
     program = [str(EXAMPLES / "ddp_restart.py"), "--folder", str(tmp_path / "crash")]
     done = warm.run_module(
@@ -164,7 +164,7 @@ def test_ddp_restart(tmp_path: Path):
         timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "attempt 1 begins with step 20" in done.stdout, done.stdout
+    assert "attempt 1 starts at step 20" in done.stdout, done.stdout
     (tmp_path / "calm").mkdir()
     calm = run_ranks(EXAMPLES / "ddp_restart.py", "--folder", str(tmp_path / "calm"))
     outcomes = [re.search(r"done: .*", each) for each in (done.stdout, calm)]
@@ -172,17 +172,17 @@ def test_ddp_restart(tmp_path: Path):
 
 
 def test_checkpoint(tmp_path: Path):
-    """Two ranks and then one get to where one rank gets at once."""
+    """Four steps on two ranks and then four on one have the result of eight steps on one."""
 
     def run(ranks: int, folder: str, steps: int) -> str:
         words = ("--folder", str(tmp_path / folder), "--steps", str(steps))
         return run_ranks(EXAMPLES / "checkpoint.py", *words, codes=(0,) * ranks)
 
     run(2, "parts", 4)
-    went_on = run(1, "parts", 8)
-    assert "1 ranks begin with step 4" in went_on
+    continued = run(1, "parts", 8)
+    assert "1 ranks start at step 4" in continued
     whole = run(1, "whole", 8)
-    sums = [float(re.search(r"sum of weights (\S+)", out)[1]) for out in (went_on, whole)]
+    sums = [float(re.search(r"sum of weights (\S+)", out)[1]) for out in (continued, whole)]
     assert abs(sums[0] - sums[1]) < 1e-3, sums
 
 

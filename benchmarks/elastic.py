@@ -1,4 +1,4 @@
-"""How fast a group continues after a death, and how fast a process joins it.
+"""Measures how fast a group continues after a death, and how fast a process joins it.
 
     python benchmarks/elastic.py [--backend mycoll|gloo|group|nccl2] [--ranks 4] [--events 20]
                                  [--no-store] [--idle] [--device cpu|cuda]
@@ -10,12 +10,12 @@ mycoll, gloo: torch's interface (enable_reconfigure), which needs torch 2.14 or 
 sends the ranks the handles of the next group, as a scheduler would.
 group: mycoll.ElasticGroup, whose ranks agree on the next group by themselves.
 --idle: no collective runs when the rank is killed, and times count from the call of reconfigure().
---device cuda: with CUDA tensors. nccl2 needs it, and --idle; where there is no GPU, on stand-ins:
+--device cuda: with CUDA tensors. nccl2 needs it, and --idle. Without a GPU, use stand-ins:
 `./dev build` with a torch that is built for CUDA 13, and LD_PRELOAD as in tests/standins/cuda.
 --no-store: the process that serves the rendezvous store is killed before the first event.
---table: all rows of a results page. Each has so many events; gloo's have 5, as each one takes 20
-seconds. The last row needs endpoint_test, a C++ test that a checkout builds: 64 ranks are threads
-of processes that stand for 8 hosts, and each event kills one of these.
+--table: all rows of a results page. A row has that many events; those of gloo have 5, because each
+takes 20 seconds. The last row needs endpoint_test, a C++ test that a checkout builds: 64 ranks are
+threads of processes that represent 8 hosts, and each event kills one of these.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def serve(pipe: Connection) -> None:
 def follow(
     pipe: Connection, backend: str, port: int, number: int, device: str = "cpu", idle: bool = False
 ) -> None:
-    """A rank: continues with the handles that it receives, and sums until a rank is lost. idle:
+    """A rank. Forms each group whose handles it receives, and sums until a rank is lost. idle: sums
     once."""
     import torch
     import torch.distributed as dist
@@ -101,7 +101,8 @@ def follow(
 
 
 def agree(pipe: Connection, *_: Any) -> None:
-    """As follow(), but nothing says which ranks continue; a message only says when to join."""
+    """Like follow(), but the ranks agree on the group themselves. A message only starts the
+    join."""
     import mycoll
     import torch
     import torch.distributed as dist
@@ -125,7 +126,7 @@ def agree(pipe: Connection, *_: Any) -> None:
 
 
 class Members:
-    """The ranks, and how long each of them takes."""
+    """The ranks, and the times that they report."""
 
     def __init__(self, crew: Crew, backend: str, device: str = "cpu", idle: bool = False) -> None:
         self.crew = crew
@@ -133,7 +134,7 @@ class Members:
         self.device = device
         self.idle = idle
         self.uuid = 0
-        self.handles: dict[int, str] = {}  # gloo's is another one in each group
+        self.handles: dict[int, str] = {}  # gloo's change with each group
         self.server = crew.start(serve)
         self.port = crew.receive(self.server)
 
@@ -151,7 +152,7 @@ class Members:
         return started
 
     def form(self, members: list[int]) -> float:
-        """Returns the time when the last one had the right sum."""
+        """Forms a group. Returns the time at which the last rank had the right sum."""
         self.uuid += 1
         handles = [self.handles[each] for each in members]
         for each in members:
@@ -163,7 +164,7 @@ class Members:
 
     def answer(self, member: int, word: str) -> float:
         found, when, handle = self.crew.receive(member)
-        while found == "lost" and word == "right":  # it had noticed that others went on
+        while found == "lost" and word == "right":  # it detected that others had left
             found, when, handle = self.crew.receive(member)
         assert found == word, found
         if handle:
@@ -181,14 +182,14 @@ def run(
         "from the exception": [], "from the kill": [], "join": []
     }  # fmt: skip
     spares: list[int] = []
-    if group.backend == "group":  # each one joins those before it
+    if group.backend == "group":  # each rank joins the ones before it
         for count in range(1, ranks + 1):
             group.form(members[:count])
     else:
         group.form(members)
     if not has_store:
         crew.kill([group.server])
-        group.port = 0  # nor do those that start later have one
+        group.port = 0  # later processes have no store either
     for _ in range(events):
         if not spares:
             spares = group.start(min(8, events))
@@ -214,7 +215,7 @@ def run(
 
 
 def summary(times: list[float]) -> tuple[float, float]:
-    """Median and 99th percentile; of few, the maximum."""
+    """The median and the 99th percentile, or the maximum of few times."""
     ordered = sorted(times)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
@@ -272,8 +273,8 @@ def main() -> None:
         print(json.dumps(times))
         return
     print(f"{given.backend}, {given.ranks} ranks, {given.device}, {events} events, milliseconds")
-    for name, all_of_it in times.items():
-        median, p99 = summary(all_of_it)
+    for name, values in times.items():
+        median, p99 = summary(values)
         print(f"{name:20} median {median:8.1f}  p99 {p99:8.1f}")
 
 

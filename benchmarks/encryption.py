@@ -1,20 +1,20 @@
-"""What encryption costs between hosts: mycoll plain and encrypted, gloo plain and with its TLS.
+"""Measures encryption between hosts: mycoll plain and encrypted, gloo plain and with its TLS.
 
     ./dev python benchmarks/encryption.py --ranks 1,1
     ./dev python benchmarks/encryption.py --ranks 2,2 --rate 1gbit
     ./dev python benchmarks/encryption.py --ranks 1,1 --sizes 64M --kinds plain,encrypted
 
-Network namespaces stand for hosts, as in hosts.py, which has more about them. Encryption is chosen
-for a process, so each round starts a job of each kind, one after the other. A row has the medians
-over the rounds; ratios are of jobs of the same round, with their quartiles. The time of a job is
-the median over its calls on rank 0; that of init is the time of init_process_group.
+Network namespaces represent hosts; see hosts.py. Encryption is chosen for a process, so each round
+starts a job of each kind, one after the other. A row has the medians over the rounds; ratios are of
+jobs of the same round, with their quartiles. The time of a job is the median over its calls on rank
+0; that of init is the time of init_process_group.
 
 With one rank on each host, the last column is plain / (plain + bytes that a rank encrypts and
-decrypts / rate), the ratio of a rank that does nothing more, and nothing at the same time. The
-rate is that of `openssl speed` on one core, in records of 16 KiB.
+decrypts / rate): the ratio if encryption has no other cost and does not overlap. The rate is that
+of `openssl speed` on one core, in records of 16 KiB.
 
 --openssl FOLDER adds jobs with the libssl.so.3 and libcrypto.so.3 of this folder. gloo's TLS needs
-libssl.so (Debian: libssl-dev) and the openssl program; else it is left out.
+libssl.so (Debian: libssl-dev) and the openssl program; otherwise it is left out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 before = time.perf_counter()
                 if name == "all_reduce":
                     dist.all_reduce(x)
-                elif rank == 0:  # there, and an answer of 4 bytes
+                elif rank == 0:  # the message, and an answer of 4 bytes
                     dist.send(x, 1)
                     dist.recv(x[:1], 1)
                 else:
@@ -72,7 +72,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def certificate(folder: Path) -> dict[str, str]:
-    """The variables of gloo's TLS; empty if it cannot be used here."""
+    """The variables of gloo's TLS, or none if it cannot be used here."""
     if not shutil.which("openssl") or not list(Path("/usr/lib").glob("*/libssl.so")):
         return {}
     subprocess.run(
@@ -88,7 +88,7 @@ def certificate(folder: Path) -> dict[str, str]:
 
 
 def cipher_rate() -> float:
-    """Bytes of AES-128-GCM in a second, on one core; 0 without the openssl program."""
+    """Bytes per second of AES-128-GCM on one core; 0 without the openssl program."""
     if not shutil.which("openssl"):
         return 0.0
     words = ["openssl", "speed", "-evp", "aes-128-gcm", "-bytes", "16384", "-seconds", "2"]
@@ -117,20 +117,22 @@ def run_job(words: list[str], network: Network, ranks: list[int], env: dict[str,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for rank, name in enumerate(places)
     ]  # fmt: skip
-    said = processes[0].communicate()[0]
+    output = processes[0].communicate()[0]
     if any(process.wait() for process in processes):
         return {}
-    return {name: float(value) for name, value in json.loads(said).items()}
+    return {name: float(value) for name, value in json.loads(output).items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--ranks", default="1,1", help="of each host")
-    parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
+    parser.add_argument("--ranks", default="1,1", help="the number of ranks on each host")
+    parser.add_argument("--rate", default="", help="of each host's link, in tc's syntax: 1gbit")
     parser.add_argument("--sizes", default="4,64K,1M,16M,64M")
-    parser.add_argument("--kinds", default="", help="plain,encrypted and perhaps gloo; else all")
+    parser.add_argument(
+        "--kinds", default="", help="plain,encrypted and perhaps gloo; by default all"
+    )
     parser.add_argument("--openssl", type=Path, help="a folder with another OpenSSL")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--work", type=int, default=200_000_000, help="bytes of each row and job")

@@ -1,24 +1,24 @@
-"""Collectives between hosts: mycoll and gloo on network namespaces that stand for hosts.
+"""Measures collectives between hosts: mycoll and gloo on network namespaces that represent hosts.
 
     ./dev hosts --ranks 4,4 --rate 1gbit
     ./dev hosts --all
 
-The first has two hosts of four ranks. --all makes every table of a results page, one after the
-other; other options go into each of them.
+The first measures two hosts of four ranks. --all prints every table of a results page; other
+options apply to each of them.
 
-Makes the namespaces, joins them by a bridge, limits each host's link to the rate both ways, and
-removes it all at the end. Needs the right to do that (root). Both backends run in the same
-processes, in turns; a row has the medians over the rounds with their quartiles, the processor time
-of all ranks, and the bytes that the host that sent most has put on its link, as a multiple of the
+The program creates the namespaces, connects them by a bridge, limits each host's link to the rate
+in both directions, and removes everything at the end. This needs root. The backends alternate in
+the same processes. A row has the medians over the rounds with their quartiles, the processor time
+of all ranks, and the bytes that the host with the most traffic has sent, as a multiple of the
 tensor.
 
---mpi adds Open MPI (Debian: openmpi-bin libopenmpi-dev), which takes its turn in the same rounds,
-with each of the components that it has for this: tuned, han and adapt. The row has the fastest.
+--mpi adds Open MPI (Debian: openmpi-bin libopenmpi-dev) to the rounds, with each of its components
+for collectives: tuned, han and adapt. The row has the fastest.
 
---delay 25ms makes the way between two hosts so long, one way: packets then go through router.py.
---iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts: one way by one
-connection and by four, and both ways at once by two each; the operation send is a message from the
-first rank to the first one of another host.
+--delay 25ms adds this delay one way between two hosts, by sending packets through router.py.
+--iperf first measures iperf3 (Debian: iperf3) between two of these hosts: one way by one connection
+and by four, and both ways together by two each. The operation send is a message from the first rank
+to the first one of another host.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(*words: str) -> None:
 
 
 class Network:
-    """Namespaces that a bridge joins, or a router. Host i has the address 10.214.0.(i + 1)."""
+    """Namespaces that a bridge or a router connects. Host i has the address 10.214.0.(i + 1)."""
 
     def __init__(self, hosts: int, rate: str, delay: str) -> None:
         self.prefix = f"mycoll-{os.getpid()}"
@@ -126,18 +126,18 @@ class Network:
             raise OSError("the router has ended")
 
     def iperf(self, connections: int, *options: str, seconds: int = 10) -> list[float]:
-        """Bits a second from the second host to the first, and with --bidir back."""
+        """Bits per second from the second host to the first, and with --bidir also back."""
         inside = ["ip", "netns", "exec"]
         server = subprocess.Popen(
             [*inside, self.names[0], "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL
         )
         time.sleep(1)
-        said = subprocess.run(
+        done = subprocess.run(
             [*inside, self.names[1], "iperf3", "-c", "10.214.0.1", "-J", "-t", str(seconds),
              "-P", str(connections), *options],
             check=True, capture_output=True, text=True)  # fmt: skip
         server.wait()
-        end = json.loads(said.stdout)["end"]
+        end = json.loads(done.stdout)["end"]
         ways = ("sum_received", "sum_received_bidir_reverse")
         return [float(end[way]["bits_per_second"]) for way in ways if way in end]
 
@@ -157,8 +157,8 @@ COMPONENTS = {
     "han": ["--mca", "coll_han_priority", "100"],
     "adapt": ["--mca", "coll_adapt_priority", "100"],
 }
-# How mpirun starts something on another host: there, with a name of its own, as Open MPI takes
-# processes for neighbours whose hosts have one name.
+# The command by which mpirun starts a program on another host. Each host gets its own name, because
+# Open MPI uses names to decide which processes share a host.
 AGENT = """#!/bin/sh
 number=$(($(echo "$1" | cut -d. -f4) - 1))
 shift
@@ -167,7 +167,7 @@ exec ip netns exec {prefix}-$number unshare --uts sh -c "hostname host$number; $
 
 
 class Mpi:
-    """The ranks of one mpirun, which wait for lines and answer them (peers/mpi_bench.c)."""
+    """The ranks of one mpirun, which read commands and answer them (peers/mpi_bench.c)."""
 
     def __init__(self, name: str, hosts: list[int], network: str, folder: Path) -> None:
         agent = folder / "agent"
@@ -179,7 +179,7 @@ class Mpi:
             "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(sum(hosts)),
             "--host", where, "--map-by", "slot", "--mca", "plm_rsh_agent", str(agent),
             "--mca", "oob_tcp_if_include", "veth0", "--mca", "btl_tcp_if_include", "veth0",
-            "--mca", "mpi_yield_when_idle", "1",  # all hosts have the same cores
+            "--mca", "mpi_yield_when_idle", "1",  # all hosts share the same cores
             "--mca", "pml", "ob1", "--mca", "btl", "self,vader,tcp",
             *COMPONENTS[name], str(folder / "mpi_bench"), address,
         ]  # fmt: skip
@@ -205,19 +205,19 @@ class Mpi:
         return [json.loads(channel.readline()) for channel in self.channels]
 
     def run(self, operation: str, count: int, repeats: int) -> float:
-        """Seconds for each call, of the slowest rank; infinite once a rank has died, and where the
-        program has no such operation."""
+        """Seconds per call on the slowest rank; infinite if a rank has died, or if the program does
+        not support the operation."""
         if self.process.poll() is not None:
             return math.inf
         try:
-            # Of what ranks have parts of, each has an element.
+            # Each rank has at least one element.
             elements = max(count, len(self.channels))
             prepared = self.ask(f"prepare {operation} float32 sum {elements * 4} 0 1 0")
             if "unsupported" in prepared[0]:
                 return math.inf
             self.ask("run 0 1")
             answers = self.ask(f"run 0 {repeats}")
-        except (OSError, ValueError):  # Open MPI 4.1.4's han dies of large in-place all_reduces
+        except (OSError, ValueError):  # Open MPI 4.1.4's han crashes in large in-place all_reduces
             self.process.wait()
             return math.inf
         return max(sum(answer["ns"]) for answer in answers) / repeats / 1e9
@@ -241,7 +241,7 @@ def sent_bytes() -> int:
 
 
 def call(dist: Any, torch: Any, operation: str, count: int, hosts: list[int], group: Any) -> Any:
-    """What runs one call. `count` float32 elements: the whole that is reduced or gathered."""
+    """Returns a function that makes one call. count: the float32 elements of all ranks together."""
     x = torch.ones(max(count, 1))
     if operation == "all_reduce":
         return lambda: dist.all_reduce(x, group=group)
@@ -352,8 +352,8 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
 
 
 def bound(operation: str, hosts: list[int]) -> float:
-    """What the host that sends most has to send at least, as a multiple of the whole; hosts have so
-    many ranks, and the first one has the root."""
+    """The least that the host with the most traffic must send, as a multiple of the tensor. hosts:
+    the ranks of each; the root is on the first."""
     ranks = sum(hosts)
     share = (len(hosts) - 1) / len(hosts)
     return {
@@ -418,16 +418,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--ranks", default="2,2", help="of each host")
-    parser.add_argument("--all", action="store_true", help="every table of a results page")
-    parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
+    parser.add_argument("--ranks", default="2,2", help="the number of ranks on each host")
+    parser.add_argument("--all", action="store_true", help="print every table of a results page")
+    parser.add_argument("--rate", default="", help="of each host's link, in tc's syntax: 1gbit")
     parser.add_argument("--delay", default="", help="one way: 25ms")
-    parser.add_argument("--iperf", action="store_true", help="what iperf3 sends, first")
-    parser.add_argument("--sizes", default="4,64K,1M,16M,64M", help="of the tensor of a rank")
-    parser.add_argument("--operations", default=",".join(OPERATIONS), help="send, too")
+    parser.add_argument("--iperf", action="store_true", help="measure iperf3 first")
+    parser.add_argument("--sizes", default="4,64K,1M,16M,64M", help="of the tensor of each rank")
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help="these, or send")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=1, help="of a call in a round")
-    parser.add_argument("--mpi", action="store_true", help="beside Open MPI, too")
+    parser.add_argument("--repeats", type=int, default=1, help="calls in a round")
+    parser.add_argument("--mpi", action="store_true", help="also measure Open MPI")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--network", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -456,7 +456,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts: ended by SIGTERM"))
     rate = f" at {arguments.rate}" if arguments.rate else ""
     rate += f", {arguments.delay} apart" if arguments.delay else ""
-    print(f"Hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n")
+    print(f"Hosts of {arguments.ranks} ranks{rate}; ms, and ratios to gloo's time\n")
     with Network(len(arguments.ranks), arguments.rate, arguments.delay) as network:
         run_ranks(arguments, network, words)
 

@@ -1,16 +1,16 @@
-"""What collectives of objects cost, beside those of tensors and beside gloo's.
+"""Measures collectives of objects, beside those of tensors and beside gloo's.
 
-    ./dev python benchmarks/objects.py                          everything that has a goal
+    ./dev python benchmarks/objects.py                          all cases
     ./dev python benchmarks/objects.py planning --shards 8000
 
-    all_reduce   of a [2, 2] int32 tensor, which is what programs agree by; 2 ranks
+    all_reduce   of a [2, 2] int32 tensor, which programs use to agree; 2 ranks
     gather       all_gather_object of 1 KiB, beside all_gather of 1 KiB; 2 ranks
     broadcast    tensors of 256 MiB in broadcast_object_list, beside broadcast; 2 ranks
-    planning     torch.distributed.checkpoint.save() to a storage that keeps nothing; 4 ranks
+    planning     torch.distributed.checkpoint.save() to a storage that writes nothing; 4 ranks
 
-In each round everybody has a turn, in an order that swaps. A round's time is that of one call, on
-the rank that took longest. A ratio is another one's time over that of the first, taken round by
-round. Both are shown as median [lower quartile, upper quartile].
+All contenders run in each round, in alternating order. The time of a round is that of one call on
+the slowest rank. A ratio is the time of a contender over that of the first one in the same round.
+Both are shown as median [lower quartile, upper quartile].
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.futures import Future
 Times = dict[str, list[float]]
 
 
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeat: int = 1) -> Times:
-    """Seconds that a call takes, in each round."""
+def alternate(calls: dict[str, Callable[[], object]], rounds: int, repeat: int = 1) -> Times:
+    """Returns the seconds of a call in each round."""
     times: Times = {name: [] for name in calls}
     for index in range(-2, rounds):  # two to warm up
         for name in list(calls) if index % 2 else list(calls)[::-1]:
@@ -54,7 +54,7 @@ def all_reduce(options: argparse.Namespace) -> Times:
         "mycoll": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX),
         "gloo": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=gloo),
     }
-    return in_turns(calls, options.rounds or 30, repeat=100)
+    return alternate(calls, options.rounds or 30, repeat=100)
 
 
 def gather(options: argparse.Namespace) -> Times:
@@ -67,7 +67,7 @@ def gather(options: argparse.Namespace) -> Times:
         "all_gather": lambda: dist.all_gather(outs, x),
         "gloo's all_gather_object": lambda: dist.all_gather_object(objects, text, group=gloo),
     }
-    return in_turns(calls, options.rounds or 30, repeat=100)
+    return alternate(calls, options.rounds or 30, repeat=100)
 
 
 def broadcast(options: argparse.Namespace) -> Times:
@@ -81,11 +81,11 @@ def broadcast(options: argparse.Namespace) -> Times:
             dist.broadcast(tensor, src=0)
 
     calls = {"broadcast_object_list": of_objects, "broadcast": of_tensors}
-    return in_turns(calls, options.rounds or 20)
+    return alternate(calls, options.rounds or 20)
 
 
-class Nowhere(dcp.StorageWriter):
-    """Keeps nothing, so that what is left of saving is its planning."""
+class NullWriter(dcp.StorageWriter):
+    """Writes nothing, so that only the planning is measured."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -118,13 +118,13 @@ def planning(options: argparse.Namespace) -> Times:
     state = {f"rank{rank}.{i}": torch.zeros(1) for i in range(options.shards // size)}
 
     def save(group: dist.ProcessGroup | None) -> None:
-        dcp.save(state, storage_writer=Nowhere(), process_group=group)
+        dcp.save(state, storage_writer=NullWriter(), process_group=group)
 
     calls = {"mycoll": lambda: save(None), "gloo": lambda: save(gloo)}
-    return in_turns(calls, options.rounds or 7)
+    return alternate(calls, options.rounds or 7)
 
 
-CASES = {all_reduce: 2, gather: 2, broadcast: 2, planning: 4}  # and their ranks
+CASES = {all_reduce: 2, gather: 2, broadcast: 2, planning: 4}  # the number of ranks
 
 
 def middle(values: list[float], unit: float = 1.0) -> str:

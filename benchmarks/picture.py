@@ -1,9 +1,9 @@
-"""Draws docs/all_reduce.svg, the picture of the README, from a recorded run of `mycoll bench`.
+"""Draws docs/all_reduce.svg, the picture in the README, from a recorded run of `mycoll bench`.
 
     python benchmarks/picture.py            # writes the picture
     python benchmarks/picture.py --check    # exit code 1 if the committed picture differs
 
-Each pair of bars has a scale of its own: gloo's bar has the full width.
+Each pair of bars has its own scale: gloo's bar has the full width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PICTURE = ROOT / "docs/all_reduce.svg"
 SIZES = {4: "4 B", 256 << 10: "256 KiB", 64 << 20: "64 MiB"}
 
 WIDTH, BAR, GAP = 760, 22, 18
-LEFT, FULL = 160, 440  # where bars begin, and the length of gloo's
+LEFT, FULL = 160, 440  # the left end of bars, and the length of gloo's
 COLOURS = {"gloo": "#9aa0a6", "mycoll": "#d4451d"}
 
 

@@ -2,14 +2,14 @@
 
     ip netns exec SWITCH python router.py --delay 0.025 --rate 125e6 HOST_0 HOST_1 ...
 
-Gives each of these namespaces a device veth0 (a TUN device) and passes on what is written to it: to
-the host of that address, after the delay, and not faster than each host's link takes it, both ways.
-What does not fit in a link's queue (twice what is on its way in one delay) is dropped. Prints
-"ready" when the devices are there, and ends with its standard input.
+Creates a device veth0 (a TUN device) in each of these namespaces, and forwards its packets to the
+host of their address after the delay, with each host's link limited to the rate in both directions.
+Packets that do not fit in a link's queue (twice the delay) are dropped. Prints "ready" when the
+devices exist, and ends at the end of its standard input.
 
-Packets come in bundles of up to 64 KiB, as the kernel makes them for cards that cut them up
-themselves (TSO): a few thousand a second for 1 Gbit/s, which Python does with a fraction of a core.
-They count as what they would be on the line.
+The kernel passes bundles of up to 64 KiB, as for network cards that segment them (TSO). 1 Gbit/s
+are a few thousand bundles per second, for which Python needs a fraction of a core. A bundle counts
+as the packets that it would be on the line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_device(number: int, namespace: str) -> int:
 
 
 def bytes_on_the_line(packet: bytes) -> int:
-    """With the headers that each segment of a bundle gets."""
+    """The bytes of all segments of a bundle with their headers."""
     _, gso_type, header, segment, _, _ = VNET_HEADER.unpack_from(packet)
     whole = len(packet) - VNET_HEADER.size
     if not gso_type or not segment:
@@ -63,12 +63,12 @@ def bytes_on_the_line(packet: bytes) -> int:
 class Router:
     def __init__(self, namespaces: list[str], delay: float, rate: float) -> None:
         self.delay = delay
-        self.rate = rate  # bytes a second; 0: as fast as it goes
+        self.rate = rate  # bytes per second; 0: unlimited
         self.queue = max(2 * delay, LEAST_QUEUE)
         self.devices = [open_device(i, name) for i, name in enumerate(namespaces)]
-        self.out_free = [0.0] * len(namespaces)  # when the host's link has sent what it has
+        self.out_free = [0.0] * len(namespaces)  # when the link of the host is free
         self.in_free = [0.0] * len(namespaces)
-        self.on_their_way: list[tuple[float, int, int, bytes]] = []  # due, in order, to whom, what
+        self.in_flight: list[tuple[float, int, int, bytes]] = []  # due, number, to, packet
         self.count = 0
         self.dropped = 0
 
@@ -90,15 +90,15 @@ class Router:
                 return
             self.out_free[source], self.in_free[to] = sent, due
         self.count += 1
-        heapq.heappush(self.on_their_way, (due + self.delay, self.count, to, packet))
+        heapq.heappush(self.in_flight, (due + self.delay, self.count, to, packet))
 
     def forward(self) -> None:
         sources = {device: i for i, device in enumerate(self.devices)}
         while True:
             timeout = None
-            if self.on_their_way:
-                timeout = max(0.0, self.on_their_way[0][0] - time.monotonic())
-            # Not poll(), which counts in milliseconds.
+            if self.in_flight:
+                timeout = max(0.0, self.in_flight[0][0] - time.monotonic())
+            # select(), because poll() has only milliseconds.
             for device in select.select([*self.devices, 0], [], [], timeout)[0]:
                 if device == 0:
                     if not os.read(0, 4096):
@@ -111,23 +111,23 @@ class Router:
                 except BlockingIOError:
                     pass
             now = time.monotonic()
-            while self.on_their_way and self.on_their_way[0][0] <= now:
-                _, _, to, packet = heapq.heappop(self.on_their_way)
+            while self.in_flight and self.in_flight[0][0] <= now:
+                _, _, to, packet = heapq.heappop(self.in_flight)
                 os.write(self.devices[to], packet)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--delay", type=float, required=True, help="one way, in seconds")
-    parser.add_argument("--rate", type=float, default=0, help="bytes a second")
+    parser.add_argument("--rate", type=float, default=0, help="bytes per second")
     parser.add_argument("namespaces", nargs="+")
     arguments = parser.parse_args()
-    # Sleep as long as it says, not up to 50 us longer.
+    # Otherwise sleeps may take up to 50 us longer.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     router = Router(arguments.namespaces, arguments.delay, arguments.rate)
     print("ready", flush=True)
     router.forward()
-    print(f"router: {router.count} bundles passed on, {router.dropped} dropped", file=sys.stderr)
+    print(f"router: {router.count} bundles forwarded, {router.dropped} dropped", file=sys.stderr)
 
 
 if __name__ == "__main__":

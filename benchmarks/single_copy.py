@@ -1,4 +1,4 @@
-"""Times calls inside a host with staging, with single copy, and with the choice between them.
+"""Measures calls within a host with staging, with single copy, and with the automatic choice.
 
     ./dev python benchmarks/single_copy.py                       two ranks, 64 KiB to 16 MiB
     ./dev python benchmarks/single_copy.py --ranks 4 --sizes 1M --huge-pages
@@ -6,10 +6,9 @@
 
 send_recv: each rank with an even number sends to the next one. exchange: they send to each other.
 
-Three jobs of the same ranks take turns, while the others wait: MYCOLL_SINGLE_COPY=off, on and auto.
-In each turn every rank writes its tensors before each call. The time of a turn is the median of its
-calls on the slowest rank. The table shows the median over the turns, and the ratio to "off" within
-a turn with its quartiles.
+Three jobs of the same ranks alternate: MYCOLL_SINGLE_COPY=off, on and auto. Each rank writes to its
+tensors before each call. The time of a turn is the median of its calls on the slowest rank. The
+table shows the median over the turns, and the ratio to "off" in the same turn with its quartiles.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to
 MESSAGES = ("send_recv", "exchange")
 SIZES = "64K,128K,256K,512K,1M,2M,4M,16M"
 BYTES_OF_TURN = 32 << 20
-CALLS_OF_FIRST_TURN = 16  # enough to measure
+CALLS_OF_FIRST_TURN = 16  # enough for the automatic choice
 
 
 def call(
     operation: str, tensor: torch.Tensor, parts: list[torch.Tensor], wholes: list[torch.Tensor]
 ) -> None:
-    """Makes one call. A rank sends `tensor`; `parts` are of its size together, `wholes` each."""
+    """Makes one call. A rank sends `tensor`. `parts` together have its size, and so has each of
+    `wholes`."""
     if operation == "all_reduce":
         dist.all_reduce(tensor)
     elif operation == "reduce_scatter":
@@ -90,7 +90,7 @@ def serve(pipe: Connection, rank: int, ranks: int, port: int, use: str, huge_pag
 
 
 def main() -> None:
-    """Starts the jobs, gives them turns and prints the table."""
+    """Starts the jobs, runs their turns and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES)
@@ -118,7 +118,7 @@ def main() -> None:
                     for pipe in jobs[use]:
                         pipe.send((operation, size, CALLS_OF_FIRST_TURN if turn < 0 else 4))
                     slowest = max(pipe.recv() for pipe in jobs[use])
-                    if turn >= 0:  # the turn before connects the ranks, and measures
+                    if turn >= 0:  # the first turn connects the ranks, and makes the choice
                         taken[use].append(slowest)
             row = [f"{median(taken[use]):.1f}" for use in USES]
             for use in USES[1:]:

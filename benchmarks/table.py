@@ -1,9 +1,9 @@
-"""What mycoll must reach on two cores beside gloo, MPI and the machine, and what was measured.
+"""The goals of mycoll on two cores beside gloo, MPI and the machine, and its measurements.
 
     python benchmarks/table.py measure FOLDER   # every series of `mycoll bench`: 6 minutes or more
     python benchmarks/table.py show FOLDER      # the table, in Markdown
 
-`show` takes the beginning of the files' names, too: benchmarks/results/2026-11-22b-2core-vm-
+`show` also accepts a prefix of the files' names: benchmarks/results/2026-11-22b-2core-vm-
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Series:
     arguments: str
     rounds: int
     variables: dict[str, str] = field(default_factory=dict)
-    is_busy: bool = False  # a program that computes on each core meanwhile
-    peers: str = ""  # MPIs, by benchmarks/peers
+    is_busy: bool = False  # another program computes on each core
+    peers: str = ""  # MPIs, measured by benchmarks/peers
 
 
 _TCP = {"MYCOLL_TRANSPORT": "tcp"}
@@ -68,16 +68,16 @@ SERIES = {
 
 @dataclass(frozen=True)
 class Goal:
-    """What an operation must reach; None: nothing was asked for."""
+    """The goals of an operation. None: no goal."""
 
     title: str
     series: str
     op: str
     size: int
-    gloo: float | None = None  # times as fast, at least
-    peer: float | None = None  # of the best MPI's time, at most
-    limit: float | None = None  # of the rate of copies past the caches, at least
-    floor: float | None = None  # times torch's own floor, at most
+    gloo: float | None = None  # at least so many times as fast
+    peer: float | None = None  # at most this part of the best MPI's time
+    limit: float | None = None  # at least this part of the rate of copies that bypass the caches
+    floor: float | None = None  # at most so many times torch's own floor
 
 
 GOALS = (
@@ -114,7 +114,7 @@ GOALS = (
     Goal("busy cores: broadcast 8 KiB", "busy", "broadcast", 8 * _KiB, gloo=1),
     Goal("busy cores: broadcast 16 MiB", "busy", "broadcast", 16 * _MiB, gloo=1),
 )
-_DTYPE_GOAL = 1.3  # times float32 of as many bytes, at most
+_DTYPE_GOAL = 1.3  # at most so many times the time of float32
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def measure(folder: Path, only: list[str], times: int) -> int:
         print(f"== {name}", flush=True)
         with _busy_cores(series.is_busy):
             code = subprocess.run(command, env=os.environ | series.variables).returncode
-        worst = max(worst, code if code >= 0 else 128 - code)  # ended by a signal
+        worst = max(worst, code if code >= 0 else 128 - code)  # a signal ended it
     return worst
 
 
@@ -169,9 +169,9 @@ def _number(value: float) -> str:
 
 
 def _cell(row: _Row | None, goal: float | None, is_ours_over_theirs: bool = False) -> str:
-    """`value [low high]`, and whether all of that misses the goal.
+    """`value [low high]`, and a mark if the whole range misses the goal.
 
-    Theirs over ours should be large, as it stands in the row; ours over theirs should be small.
+    A row has their time over ours, which should be large. Ours over theirs should be small.
     """
     if row is None or row["ratio"] is None:
         return "" if goal is None else "not measured"
@@ -194,8 +194,8 @@ def _cell(row: _Row | None, goal: float | None, is_ours_over_theirs: bool = Fals
 def _line(goal: Goal, rows: list[_Row]) -> str:
     rows = [row for row in rows if row["op"] == goal.op and row["size"] == goal.size]
 
-    def find(is_it: Callable[[_Row], bool]) -> _Row | None:
-        return min(filter(is_it, rows), key=lambda row: float(row["time_us"]), default=None)
+    def find(matches: Callable[[_Row], bool]) -> _Row | None:
+        return min(filter(matches, rows), key=lambda row: float(row["time_us"]), default=None)
 
     ours = find(lambda row: row["contender"] == "mycoll")
     peer = find(lambda row: row["contender_kind"] == "peer")
@@ -225,7 +225,7 @@ def _dtypes(rows: list[_Row]) -> Iterator[str]:
             for dtype, ratio in ratios.items()
             if dtype != "float32"
         )
-        yield f"all_reduce of {size >> 20} MiB, its time to float32's (goal {_DTYPE_GOAL}): {shown}"
+        yield f"all_reduce of {size >> 20} MiB, time over float32's (goal {_DTYPE_GOAL}): {shown}"
 
 
 def show(prefix: str) -> int:
@@ -252,9 +252,9 @@ def main() -> int:
     measuring = verbs.add_parser("measure", help="run the series, one file each")
     measuring.add_argument("folder", type=Path)
     measuring.add_argument("--only", action="append", default=[], choices=SERIES, help="a series")
-    measuring.add_argument("--times", type=int, default=2, help="as many rounds, times")
-    showing = verbs.add_parser("show", help="goals and what was measured, in Markdown")
-    showing.add_argument("prefix", help="a folder, or how the files' names begin")
+    measuring.add_argument("--times", type=int, default=2, help="multiplies the number of rounds")
+    showing = verbs.add_parser("show", help="print goals and measurements, in Markdown")
+    showing.add_argument("prefix", help="a folder, or a prefix of the files' names")
     options = parser.parse_args()
     if options.verb == "measure":
         return measure(options.folder, options.only, options.times)

@@ -1,17 +1,17 @@
-"""What a put into another rank's window costs, beside one copy of the same bytes, and how soon a
-rank sees the first byte of another's large tensor.
+"""Measures a put into another rank's window, beside one copy of the same bytes, and the time until
+a rank can read the first byte of another rank's large tensor.
 
     ./dev python benchmarks/windows.py                  two ranks of this host, 64 MiB
     ./dev python benchmarks/windows.py --bytes 4096 --rounds 2000
 
-Rank 0 times, in turns that swap their order: a put into rank 1's shared tensor, torch's copy_() and
-the engine's own copy, both into a tensor of this process. Each reads another source each time, so
-that none finds it in the caches. A ratio is the copy's time over the put's, taken round by round;
-its median, and the range of the middle 90 in a hundred rounds, say how a put compares: 1.0 is a
-copy's speed, more is faster. Rank 1 sleeps meanwhile, outside of all calls.
+Rank 0 measures, in alternating order, a put into rank 1's shared tensor, and torch's copy_() and
+the engine's own copy into a tensor of its own process. Each call reads another source, so that none
+is in the caches. A ratio is the time of the copy over that of the put in the same round. The
+program prints the median of the ratios, and the range of the middle 90 %: above 1.0 the put is
+faster than the copy. Rank 1 sleeps meanwhile, outside of all calls.
 
-Then each rank registers a tensor of --mapped bytes, and rank 0 maps rank 1's and reads its first
-element: one time for each window.
+Then each rank registers a tensor of --mapped bytes, and rank 0 maps that of rank 1 and reads its
+first element, once for each window.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[int]]:
             ),
         }
         times = {name: [] for name in calls}
-        torch.set_num_threads(1)  # one copy, by one core
+        torch.set_num_threads(1)  # a copy by one core
         for index in range(-3, rounds):
             names = list(calls) if index % 2 else list(calls)[::-1]
             for at, name in enumerate(names):
@@ -53,7 +53,7 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[int]]:
                 began = time.perf_counter_ns()
                 calls[name](source)
                 took = time.perf_counter_ns() - began
-                if index >= 0:  # before, pages are touched for the first time
+                if index >= 0:  # earlier calls touch pages for the first time
                     times[name].append(took)
         window.signal(1, False)
     else:

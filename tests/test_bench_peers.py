@@ -1,4 +1,4 @@
-"""benchmarks/peers: MPIs beside the backends of `mycoll bench`."""
+"""benchmarks/peers: MPI libraries measured beside the backends of `mycoll bench`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUICK = ("-n", "2", "-w", "1", "--rounds", "2")
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They import each other by name, as in a program."""
+    """Makes the modules importable by name, as in a program."""
     monkeypatch.syspath_prepend(str(PEERS))
     for name in ("mpi", "build"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -31,7 +31,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.tools
 @pytest.mark.parametrize("peer", ["openmpi", "mpich"])
-def test_a_peer_takes_its_turn(peer: str, tmp_path: Path) -> None:
+def test_a_peer_is_measured(peer: str, tmp_path: Path) -> None:
     from mpi_build import PeerAbsent, build
 
     try:
@@ -57,7 +57,7 @@ def test_an_unknown_peer() -> None:
     assert done.returncode == 2 and "intelmpi" in done.stderr
 
 
-def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_peer_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     from mpi_build import PeerAbsent, build
 
@@ -68,7 +68,9 @@ def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "trouble", [OSError("AF_UNIX path too long"), subprocess.TimeoutExpired("mpicc", 1)]
 )
-def test_trouble_of_a_peer_is_its_own(trouble: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_start_is_left_out(
+    trouble: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mpi
 
     def start(*_: object) -> None:
@@ -80,7 +82,7 @@ def test_trouble_of_a_peer_is_its_own(trouble: Exception, monkeypatch: pytest.Mo
     assert found == [] and absent.startswith("mpich: ") and str(trouble) in absent
 
 
-def test_a_peer_that_died_says_so_on_all_ranks() -> None:
+def test_a_peer_that_died_is_reported_on_all_ranks() -> None:
     import socket
 
     import mpi

@@ -1,4 +1,4 @@
-"""Times MPIs beside the backends of `mycoll bench`, in the same rounds.
+"""Measures MPIs beside the backends of `mycoll bench`, in the same rounds.
 
     python benchmarks/peers MPI[,MPI...] OP[,OP...] --nproc N [options of mycoll bench]
 

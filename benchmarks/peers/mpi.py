@@ -29,7 +29,7 @@ _QUIT_SECONDS = 5.0
 
 
 class MpiContender(Contender):
-    """On every rank but 0 an empty shell: only rank 0 talks to the MPI."""
+    """Only rank 0 communicates with the MPI. On other ranks this does nothing."""
 
     def __init__(self, name: str, world: World, options: Options) -> None:
         super().__init__(name, "peer", world)
@@ -67,8 +67,8 @@ class MpiContender(Contender):
                     self.library = hello["library"]
             except (OSError, ValueError) as cause:
                 self.close()
-                said = (folder / f"{self.name}.log").read_text(errors="replace").split("\n")
-                reason = next((line for line in said if line.strip(" -")), str(cause))
+                output = (folder / f"{self.name}.log").read_text(errors="replace").split("\n")
+                reason = next((line for line in output if line.strip(" -")), str(cause))
                 raise PeerAbsent(f"its ranks did not start: {reason}") from cause
         self._channels = [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -100,7 +100,8 @@ class MpiContender(Contender):
         return [answer["ns"] for answer in answers]
 
     def _ask(self, line: str) -> list[dict[str, Any]]:
-        """Asks all of the MPI's ranks, then reads all answers; none except on our rank 0."""
+        """Sends a command to all ranks of the MPI, and returns their answers; none except on rank
+        0."""
         try:
             for channel in self._channels:
                 channel.write(line + "\n")
@@ -136,7 +137,7 @@ class MpiContender(Contender):
 def gather(
     names: Sequence[str], options: Options, world: World
 ) -> tuple[list[Contender], list[str]]:
-    """The contenders of `mycoll bench`, these MPIs, and a line for each that is not available."""
+    """Returns the contenders of `mycoll bench` and these MPIs, and a line for each missing one."""
     found, absent = gather_contenders(options, world)
     for name in names:
         reason = ""

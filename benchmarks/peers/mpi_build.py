@@ -20,7 +20,7 @@ class PeerAbsent(Exception):
 
 @dataclass(frozen=True)
 class _Family:
-    """How to distinguish an MPI from another one that is installed under the same names."""
+    """How to distinguish an MPI from another one whose programs have the same names."""
 
     suffix: str
     mark: str
@@ -33,7 +33,7 @@ _FAMILIES = {
 }
 _INTEL_LIBRARY = Path("lib") / "libmpi.so.12"
 _INTEL_LAUNCHER = Path("bin") / "mpiexec.hydra"
-# Sockets only, as a peer of mycoll with shared memory turned off.
+# Sockets only, to compare with mycoll without shared memory.
 _TCP_ARGUMENTS: dict[str, list[str]] = {
     "openmpi": ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"],
     "mpich": [],
@@ -51,7 +51,8 @@ def _split(name: str) -> tuple[str, bool]:
 
 
 def _tool(tool: str, family: _Family) -> str:
-    """`mpicc.openmpi` where a distribution keeps several, else `mpicc` if it is the right one's."""
+    """`mpicc.openmpi` if the distribution has several MPIs, otherwise `mpicc` if it is of this
+    MPI."""
     specific = shutil.which(f"{tool}.{family.suffix}")
     if specific:
         return specific
@@ -66,7 +67,7 @@ def _tool(tool: str, family: _Family) -> str:
 
 
 def _intel_root() -> Path:
-    """The folder of Intel MPI: from I_MPI_ROOT, or that of a wheel in this environment."""
+    """The folder of Intel MPI: I_MPI_ROOT, or that of a wheel in this environment."""
     for place in (os.environ.get("I_MPI_ROOT", ""), sys.prefix):
         root = Path(place)
         if place and (root / _INTEL_LIBRARY).is_file() and (root / _INTEL_LAUNCHER).is_file():
@@ -93,7 +94,7 @@ def _compiler(family: str) -> tuple[list[str], list[str]]:
 
 
 def build(name: str, folder: Path) -> Path:
-    """The program for this peer, in the folder."""
+    """Builds the program for this peer in the folder, and returns its path."""
     family, _ = _split(name)
     before, after = _compiler(family)
     binary = folder / f"mpi_bench.{name}"
@@ -106,7 +107,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 def launch_command(name: str, ranks: int) -> list[str]:
-    """Its defaults, except that more ranks than cores are allowed."""
+    """The defaults of this MPI, except that more ranks than cores are allowed."""
     family, tcp = _split(name)
     if family == "intelmpi":
         return [str(_intel_root() / _INTEL_LAUNCHER), "-n", str(ranks)]
@@ -118,7 +119,8 @@ def launch_command(name: str, ranks: int) -> list[str]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """Without the harness' rank variables, which some launchers read as their own."""
+    """The environment without the harness' rank variables, which some launchers read as their
+    own."""
     family, tcp = _split(name)
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     inherited = {key: value for key, value in os.environ.items() if key not in ours}

@@ -1,8 +1,9 @@
-"""Drives CMake and ninja for mycoll._C; everything else about the package is in pyproject.toml.
+"""Runs CMake and ninja for mycoll._C. Everything else about the package is in pyproject.toml.
 
-What is missing is said at once, with the line to type: compiling takes minutes.
+Since compiling takes minutes, missing tools are reported first, with the command that installs
+them.
 
-`./dev wheel` sets TORCH_DIRS, torch's headers of several minors: the wheel then serves each of
+`./dev wheel` sets TORCH_DIRS, torch's headers of several minors: the wheel then supports each of
 these, and this environment needs no torch. For another machine it also sets CMAKE_ARGS, which is
 passed to CMake, and _PYTHON_HOST_PLATFORM, which names the machine to Python.
 """
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 AGAIN = "pip install --no-build-isolation ."
-SECONDS_A_FILE = 10  # of one core; about
+SECONDS_A_FILE = 10  # roughly, on one core
 TORCH_DIRS = [folder for folder in os.environ.get("TORCH_DIRS", "").split(os.pathsep) if folder]
 
 
@@ -41,7 +42,7 @@ try:
     TORCH = "" if TORCH_DIRS else version("torch")
 except PackageNotFoundError:
     stop(
-        "mycoll is compiled against your torch; this build sees none (pip isolates builds).",
+        "mycoll is compiled against your torch, and this build has none (pip isolates builds).",
         f"pip install torch cmake ninja wheel 'setuptools>=77' && {AGAIN}",
     )
 
@@ -63,8 +64,8 @@ def supported_torch() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def required_torch() -> str:
-    """What the metadata says. Virtual functions of c10d::Backend move between minors of torch:
-    there is a module for each."""
+    """The requirement in the metadata. Virtual functions of c10d::Backend differ between minors of
+    torch, so there is a module for each."""
     first, last = supported_torch()
     span = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
     if TORCH_DIRS:
@@ -90,7 +91,7 @@ def check_compiler() -> None:
     done = subprocess.run(command, input=b"#include <barrier>\n", capture_output=True)
     if done.returncode:
         stop(
-            f"mycoll's build needs a compiler that knows C++20, and {compiler} does not.",
+            f"mycoll's build needs a compiler that supports C++20, and {compiler} does not.",
             f"sudo apt-get install g++-12 && CXX=g++-12 {AGAIN}",
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -108,12 +109,12 @@ def tool(name: str) -> str:
 
 def run(command: list[str]) -> None:
     if subprocess.run(command).returncode:
-        sys.exit(f"mycoll: {Path(command[0]).name} failed; its message stands above.")
+        sys.exit(f"mycoll: {Path(command[0]).name} failed; see its message above.")
 
 
 def announce(ninja: str, tree: Path) -> None:
-    """How long this will take. pip hides what a build prints, so that the terminal gets the line,
-    too."""
+    """Prints how long this will take. pip hides the output of a build, so the line is also written
+    to the terminal."""
     command = [ninja, "-C", str(tree), "-t", "commands", "_C"]
     lines = subprocess.run(command, capture_output=True, text=True).stdout
     objects = re.findall(r" -o (\S+\.o) -c ", lines)
@@ -135,8 +136,8 @@ def announce(ninja: str, tree: Path) -> None:
 
 
 class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
-    """Builds in a tree of its own for each Python and torch, so that the second build is short;
-    wheels for several Pythons in one, as only csrc/bindings depends on Python."""
+    """Builds each Python and torch in its own tree, so that the second build is short. Wheels for
+    several Pythons share one tree, because only csrc/bindings depends on Python."""
 
     def run(self) -> None:
         cmake, ninja = tool("cmake"), tool("ninja")
@@ -151,7 +152,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
             choices += [f"-DMYCOLL_PORTABLE={int(is_portable)}"]
         else:
             tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
-        # Who edits mycoll also tests it: with what pytest needs beside the module.
+        # Editable installs are for development, so build the tests, too.
         if self.editable_mode:
             choices += ["-DMYCOLL_TESTS=ON"]
         (tree / "configured").unlink(missing_ok=True)  # ./dev configures its own choices again
@@ -161,7 +162,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
         announce(ninja, tree)
         run(build)
         target = Path(self.get_ext_fullpath("mycoll._C")).parent  # in place when editable
-        # What an earlier build left would be installed, too.
+        # Remove files of an earlier build, which would be installed, too.
         for left in target.glob("torch[0-9]*"):
             shutil.rmtree(left)
         for left in target.glob("_C.*.so"):
@@ -176,8 +177,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
 
 
 setup(
-    ext_modules=[Extension("mycoll._C", sources=[])],  # empty: it only gives the wheel its tag
+    ext_modules=[Extension("mycoll._C", sources=[])],  # empty: only sets the tag of the wheel
     cmdclass={"build_ext": CMakeBuild},
-    # torch does not ask for numpy, but its object collectives (all_gather_object, ...) need it.
+    # torch does not require numpy, but its object collectives (all_gather_object, ...) need it.
     install_requires=[required_torch(), "numpy"],
 )

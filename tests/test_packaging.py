@@ -1,8 +1,8 @@
-"""Registration, the loading of _C, and what setup.py says and makes.
+"""Registration, the loading of _C, and the errors and results of setup.py.
 
-Most tests run a process of their own on a copy of the package with a stand-in for _C, so that they
-need no build: what is tested is how mycoll behaves when the compiled half is good, bad or missing.
-Where torch's import itself matters, the process is a fresh interpreter.
+Most tests run a process on a copy of the package with a stand-in for _C, so that they need no
+build. They test how mycoll behaves when the compiled module is usable, broken or missing. If
+torch's import matters, the process is a new interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python/mycoll"
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
-# A `_C` that makes gloo groups, and says so.
+# A `_C` that makes gloo groups and records its calls.
 STAND_IN = """
 from torch.distributed import ProcessGroupGloo
 from torch._C._distributed_c10d import Backend
@@ -133,7 +133,7 @@ def test_autoload_registers(fresh_site: Site) -> None:
         import os, sys, torch, torch.distributed as dist
         assert "mycoll" in dist.Backend.backend_list
         assert dist.Backend.backend_capability["mycoll"] == ["cpu", "cuda"]
-        # Others keep their devices, and nothing of ours is loaded or running yet.
+        # Other backends keep their devices, and only these modules of mycoll are loaded.
         assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
         ours = {name for name in sys.modules if name.startswith("mycoll")}
         assert ours == {"mycoll", "mycoll._native", "mycoll._registration", "mycoll._version"}, ours
@@ -175,7 +175,7 @@ def test_arguments_of_the_creator(site: Site) -> None:
 
 
 def test_foreign_options(site: Site) -> None:
-    """Of another backend of the group: not for us. Of no backend: a mistake."""
+    """Options of another backend of the group are ignored; other objects are refused."""
     site.built().passes("""if True:
         import torch.distributed as dist
         from torch._C._distributed_c10d import Backend
@@ -188,20 +188,20 @@ def test_foreign_options(site: Site) -> None:
     assert "pg_options of a mycoll group is a mycoll.Options, not dict" in site.fails(code)
 
 
-def test_restarts_do_not_see_old_keys(site: Site) -> None:
+def test_restarts_do_not_use_old_keys(site: Site) -> None:
     code = INIT.format(backend="mycoll") + (
         "from mycoll import _C\nprint(type(_C.calls[0][0].underlying_store).__name__)"
     )
     first = site.built().passes(code, TORCHELASTIC_RESTART_COUNT="0", GROUP_WORLD_SIZE="1")
     again = site.passes(code, TORCHELASTIC_RESTART_COUNT="1", GROUP_WORLD_SIZE="1")
     agents = site.passes(code, TORCHELASTIC_RESTART_COUNT="1", GROUP_WORLD_SIZE="2")
-    # torch's own prefix for the group is there in each case; with one agent ours is added.
+    # torch always adds a prefix for the group; with one agent mycoll adds another.
     assert first == agents
     assert again == "PrefixStore\n"
 
 
-def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
-    """What torch's import does for mycoll replaces nothing in torch; the first group does."""
+def test_torch_is_unchanged_before_the_first_group(site: Site) -> None:
+    """Importing torch replaces nothing in torch; the first mycoll group does."""
     site.built().passes(
         """if True:
         import sys, types, torch, torch.distributed as dist
@@ -235,12 +235,12 @@ def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
 
 
 def test_odd_entries_among_the_modules(site: Site) -> None:
-    """As cffi's libraries and lazy modules are. Real modules that have taken a function by its name
-    get ours."""
+    """sys.modules may contain libraries of cffi and lazy modules. Modules that have imported a
+    function by name get the wrapper."""
     site.built().passes("""if True:
         import sys, types, torch.distributed as dist
 
-        class Library:  # cffi's say that they are modules, and have no dictionary
+        class Library:  # like cffi's: an instance of ModuleType without a dictionary
             __slots__ = ()
             __class__ = types.ModuleType
 
@@ -283,7 +283,7 @@ def test_other_minor_is_refused(site: Site) -> None:
     message = site.fails(INIT.format(backend="mycoll"))
     assert f"compiled for torch 2.9 and cannot work with torch {torch.__version__}" in message
     assert "--no-build-isolation" in message and "or install torch 2.9" in message
-    # Under a torch that mycoll cannot be compiled for, compiling again is no advice.
+    # With a torch that mycoll does not support, the error does not advise to compile again.
     version_file = site.package / "_version.py"
     version_file.write_text(
         version_file.read_text().replace("((2, 11), (2, 15))", "((3, 0), (3, 0))")
@@ -291,13 +291,13 @@ def test_other_minor_is_refused(site: Site) -> None:
     message = site.fails(INIT.format(backend="mycoll"))
     assert message.endswith("pip install 'torch==2.9.*'") and "isolation" not in message
     version_file.write_text((PACKAGE / "_version.py").read_text())
-    # A patch release and another local version are the same minor.
+    # A patch release or another local version has the same minor.
     other = f"import torch; torch.__version__ = '{MINOR}.99+other'\n"
     site.built().passes(other + INIT.format(backend="mycoll"))
 
 
 def test_each_minor_has_its_module(site: Site) -> None:
-    """The running torch chooses, and the others are not even opened."""
+    """The module for the running torch is loaded, and the others are not opened."""
     minors = ["2.9", "2.10", "2.11", "2.15"]
     for minor in minors:
         site.built(f"import builtins; builtins.loaded.append({minor!r})", minor)
@@ -319,7 +319,7 @@ def test_each_minor_has_its_module(site: Site) -> None:
 
 
 def test_a_module_of_another_python(site: Site) -> None:
-    """An editable install that a second interpreter meets."""
+    """A second interpreter uses an editable install."""
     site.built()
     (site.package / f"torch{MINOR}/_C.py").rename(
         site.package / f"torch{MINOR}/_C.cpython-39-x86_64-linux-gnu.so"
@@ -328,7 +328,7 @@ def test_a_module_of_another_python(site: Site) -> None:
 
 
 def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
-    """There the advice to compile again would cost minutes and fail."""
+    """The error does not advise to compile again, which would take minutes and fail."""
     init = "import torch; torch.__version__ = '2.10.0+cpu'\n" + INIT.format(backend="mycoll")
     for code in (init, "import torch; torch.__version__ = '2.16.0'\nimport mycoll; mycoll.Options"):
         message = site.fails(code)
@@ -347,8 +347,8 @@ def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
     ids=["other minor", "MYCOLL_CPU"],
 )
 def test_gloo_that_cannot_be_replaced_works(site: Site, chosen: str, why: str) -> None:
-    """One warning says why, also where every warning is shown each time."""
-    told = site.built(minor="2.9" if chosen == "engine" else MINOR).passes(
+    """One warning names the reason, even if repeated warnings are shown."""
+    output = site.built(minor="2.9" if chosen == "engine" else MINOR).passes(
         """if True:
         import warnings, torch, torch.distributed as dist
         warnings.simplefilter("always")
@@ -368,12 +368,12 @@ def test_gloo_that_cannot_be_replaced_works(site: Site, chosen: str, why: str) -
         MYCOLL_CPU=chosen,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
-    assert told.count("\n") == 1, told
-    assert told.startswith(f"MYCOLL_REPLACE=gloo has no effect: {why}"), told
+    assert output.count("\n") == 1, output
+    assert output.startswith(f"MYCOLL_REPLACE=gloo has no effect: {why}"), output
 
 
 def test_another_system(site: Site) -> None:
-    """Importing torch does no harm, a group is refused in a sentence, and gloo is within reach."""
+    """torch can be imported, a mycoll group is refused, and MYCOLL_CPU=gloo works."""
     site.built()
     code = "import sys; sys.platform = 'darwin'\nimport torch, mycoll\n"
     for ask in (INIT.format(backend="mycoll"), "mycoll.Options"):
@@ -424,7 +424,7 @@ def test_functions_that_torch_refuses_by_name(site: Site) -> None:
             except ValueError: pass
             else: raise AssertionError(wrong)
         """)
-    # Others are refused as before, whether the wrapper is there or not.
+    # Other backends are refused as before, with and without the wrapper.
     fake = "import torch.testing._internal.distributed.fake_pg\n" + INIT.format(backend="fake")
     for code in ("", "dist.new_group(backend='mycoll')\n"):
         done = site.run(fake + code + "dist.monitored_barrier()")
@@ -435,7 +435,7 @@ def test_functions_that_torch_refuses_by_name(site: Site) -> None:
 # --- setup.py -------------------------------------------------------------------------------------
 
 
-def test_another_system_is_one_sentence() -> None:
+def test_setup_on_another_system() -> None:
     code = "import runpy, sys; sys.platform = 'win32'; runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -443,7 +443,7 @@ def test_another_system_is_one_sentence() -> None:
 
 
 def words_of_setup(version: str) -> list[str]:
-    """What setup.py says where importlib.metadata has this `version`, and that it then ends."""
+    """The error of setup.py when importlib.metadata has this `version` function."""
     code = (
         "import importlib.metadata as m, runpy, sys\n"
         f"{version}\n"
@@ -457,22 +457,22 @@ def words_of_setup(version: str) -> list[str]:
     return lines
 
 
-def test_no_torch_is_two_readable_lines() -> None:
-    """What an isolated build meets."""
+def test_setup_without_torch() -> None:
+    """As in an isolated build."""
     lines = words_of_setup("def version(name): raise m.PackageNotFoundError(name)")
     assert "compiled against your torch" in lines[0]
     assert "pip install --no-build-isolation ." in lines[1]
 
 
-def test_old_setuptools_is_two_readable_lines() -> None:
+def test_setup_with_old_setuptools() -> None:
     lines = words_of_setup("def version(name): return '65.5.0'")
     assert "setuptools 77 or newer, and this is 65.5.0" in lines[0]
     assert "pip install 'setuptools>=77'" in lines[1]
 
 
 @pytest.mark.parametrize("torch_version", ["2.10.0", "2.16.0a0", "1.13.1"])
-def test_unsupported_torch_is_two_readable_lines(torch_version: str) -> None:
-    """Before minutes of compiling."""
+def test_setup_with_unsupported_torch(torch_version: str) -> None:
+    """The error is raised before anything is compiled."""
     found = f"'{torch_version}' if name == 'torch' else '80.0'"
     lines = words_of_setup(f"def version(name): return {found}")
     assert f"torch 2.11 to 2.15, and this is torch {torch_version}" in lines[0]
@@ -484,10 +484,10 @@ def test_unsupported_torch_is_two_readable_lines(torch_version: str) -> None:
     ("variables", "problem", "remedy"),
     [
         ({"CXX": "no-such-compiler"}, "there is no no-such-compiler", "apt-get install g++"),
-        ({"CXX": "false"}, "knows C++20, and false does not", "g++-12"),
+        ({"CXX": "false"}, "supports C++20, and false does not", "g++-12"),
     ],
 )
-def test_no_compiler_is_two_readable_lines(
+def test_setup_without_compiler(
     variables: dict[str, str], problem: str, remedy: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("setuptools")
@@ -517,8 +517,8 @@ def configure(
 
 
 @pytest.mark.tools
-def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
-    """With two of them in a process, the first group would end in a segmentation fault."""
+def test_a_compiler_that_links_libstdcxx_statically(tmp_path: Path) -> None:
+    """With two copies of libstdc++ in a process, the first group would crash."""
     done = configure(ROOT, tmp_path, LDFLAGS="-static-libstdc++")
     words = " ".join(done.stderr.split())
     assert done.returncode and "puts a libstdc++ of its own into what it links" in words, words
@@ -526,7 +526,7 @@ def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
 
 
 def sources(root: Path) -> set[str]:
-    """What builds and tests mycoll: the files of a checkout, less what builds leave."""
+    """The files that build and test mycoll: those of a checkout without the results of builds."""
     names = ("CMakeLists.txt", "CMakePresets.json", "dev", "pyproject.toml", "setup.py")
     files = [*(root / name for name in names), *root.glob("requirements-*.txt")]
     files += [*root.glob("python/mycoll/**/*.py"), *root.glob("python/mycoll/*.pyi")]
@@ -537,10 +537,10 @@ def sources(root: Path) -> set[str]:
 
 @pytest.mark.tools
 def test_source_distribution(tmp_path: Path) -> None:
-    """Whoever has only that can build: nothing is missing, and CMake finds its way."""
+    """The source distribution contains everything that a build needs, and CMake configures it."""
     if not find_spec("setuptools") or int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("the build needs setuptools 77")
-    # Not from what an earlier build has listed: an egg-info of its own.
+    # A separate egg-info, so that the file list of an earlier build is not used.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     done = subprocess.run(
         [*command, "sdist", "--dist-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
@@ -556,10 +556,10 @@ def test_source_distribution(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_wheel(tmp_path: Path) -> None:
-    """The wheel that users get: made, unpacked elsewhere, and used."""
+    """The wheel is made, unpacked in another folder, and used."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     for needed in ("pip", "setuptools", "wheel"):
-        if not find_spec(needed):  # pip and setuptools cannot be imported into one process
+        if not find_spec(needed):  # pip and setuptools cannot be imported in the same process
             pytest.skip(f"the build needs {needed}")
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("the build needs setuptools 77")

@@ -1,4 +1,4 @@
-"""The cheapest of the fault tests (./dev faults), with limits that a busy machine can keep."""
+"""The cheapest of the fault tests (./dev faults), with limits for a busy machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_fault(pool, mycoll_only, transport, scenario):
 
 
 def test_junk_connections(pool, mycoll_only):
-    """The short one of scenario 20."""
+    """A short version of scenario 20."""
     outcome = strangers.strangers(Stage(pool, "tcp", PATIENCE), 400)
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
 

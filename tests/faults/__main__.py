@@ -49,7 +49,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "docs" / "reliability.md"
-RESULTS = ROOT / "build" / "faults.json"  # a run replaces what it ran again
+RESULTS = ROOT / "build" / "faults.json"  # a run replaces the scenarios that it runs
 Results = dict[str, dict[str, list[Outcome]]]  # by scenario, then by column
 
 
@@ -95,16 +95,16 @@ def columns(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "./dev faults", description="Breaks ranks on purpose, and times the others."
+        "./dev faults", description="Make ranks fail, and measure the others."
     )
     parser.add_argument("--backend", default="mycoll,gloo")
     parser.add_argument("--transport", default="shm,tcp")
     parser.add_argument("--only", default="", help="numbers of scenarios: 1,3,19a")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument(
-        "--results", "--json", type=Path, default=RESULTS, help="where results are kept, as JSON"
+        "--results", "--json", type=Path, default=RESULTS, help="the file of results, in JSON"
     )
-    parser.add_argument("--write", action="store_true", help="write the page with --only, too")
+    parser.add_argument("--write", action="store_true", help="write the page even with --only")
     args = parser.parse_args()
     keep_names_honest("./dev faults")
     chosen = args.only.split(",") if args.only else list(SCENARIOS)

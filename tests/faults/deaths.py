@@ -27,7 +27,7 @@ from faults.harness import (
 VICTIM = 2
 GIB = 1 << 30
 INIT_POINTS = 6
-INIT_SECONDS = 0.15  # about as long as the init of four ranks takes on two cores
+INIT_SECONDS = 0.15  # roughly the init of four ranks on two cores
 BEGUN = "init has begun"
 
 
@@ -42,7 +42,7 @@ def loop(ctx: Ctx, resident: int = 0) -> Seen:
     held = None
     if resident and ctx.rank == VICTIM:
         held = torch.ones(resident, dtype=torch.uint8)
-    seen = attempt(all_reduce_forever)  # and keeps the group: destroying it would tell the others
+    seen = attempt(all_reduce_forever)  # keeps the group: destroying it would notify the others
     del held
     return seen
 
@@ -119,7 +119,7 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
     """SIGKILL at random points of init_process_group and the first collective."""
     judge = stage.judge()
     chance = random.Random(stage.seed)
-    timeout = 7.0  # where nobody can know: the rank died before it said who it is
+    timeout = 7.0  # if the rank dies before it registers, the others cannot detect that
     late = unknown = 0
     for point in range(points):
         with stage.world(4, timeout, init=False) as world:
@@ -131,10 +131,10 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
             found = fates(world, (VICTIM,))
             ends = [s.ended - killed for s in found.values() if isinstance(s, Seen)]
             is_late = max(ends, default=99.0) > 5.0
-            # Then the text must at least say who never came.
-            says_who = re.compile(rf"missing: [\d, ]*\b{VICTIM}\b")
+            # Then the text must at least name the missing rank.
+            names_it = re.compile(rf"missing: [\d, ]*\b{VICTIM}\b")
             is_unknown = is_late and all(
-                isinstance(s, Seen) and says_who.search(s.text) for s in found.values()
+                isinstance(s, Seen) and names_it.search(s.text) for s in found.values()
             )
             unknown += is_unknown
             late += is_late and not is_unknown

@@ -19,8 +19,8 @@ FORMED = "the group is formed"
 
 
 def continue_without(ctx: Ctx) -> Seen:
-    """Sums, and recovers, until the group has no other ranks than the survivors. Returns how many
-    sums were wrong."""
+    """Sums, and recovers, until only the survivors are in the group. Returns the number of wrong
+    sums."""
     members = mycoll.ElasticGroup(
         ctx.store("elastic"), min_ranks=2, ranks=ctx.size, timeout=timedelta(seconds=20)
     )
@@ -48,7 +48,7 @@ def continue_without(ctx: Ctx) -> Seen:
 def while_recovering(stage: Stage, times: int = 4) -> Outcome:
     """SIGKILL of rank 0 of a mycoll.ElasticGroup, and of another rank while the others recover."""
     if stage.family != "mycoll":
-        raise Skip("its groups do not recover by themselves")
+        raise Skip("it has no mycoll.ElasticGroup")
     judge = stage.judge()
     chance = random.Random(stage.seed)
     for _ in range(times):

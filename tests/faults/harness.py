@@ -1,4 +1,5 @@
-"""What all fault tests use. Ranks are those of `worlds`; times are CLOCK_MONOTONIC of one host."""
+"""Code that all fault tests share. Ranks are those of `worlds`; times are CLOCK_MONOTONIC of one
+host."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ import torch.distributed as dist
 from worlds.pool import Pool, World, WorldFailure
 from worlds.worker import Ctx
 
-NO_HANG = 30.0  # seconds after which a rank that has not answered is called hung
+NO_HANG = 30.0  # seconds after which a rank without an answer counts as hung
 
 
 class Skip(Exception):
-    """This scenario cannot be run here; the text says why."""
+    """This scenario cannot be run here, for the reason in the text."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What an action did on a rank."""
+    """The result of an action on a rank."""
 
-    kind: str  # the exception's type; "" if there was none
+    kind: str  # the type of the exception, or ""
     text: str
     began: float
     ended: float
-    left: float = 0.0  # seconds that destroy_process_group took afterwards
+    left: float = 0.0  # the seconds that destroy_process_group took
     value: Any = None
 
     @property
@@ -65,8 +66,8 @@ def attempt_and_leave(action: Callable[[], Any]) -> Seen:
 
 
 def is_last(ctx: Ctx, last: int, here: dist.Store | None = None) -> bool:
-    """Whether this is that rank, which waits until all others have come here, too: out of the calls
-    before. here: a store, where the test run's cannot be reached."""
+    """Whether this is that rank. It returns only after the others have called this, and have thus
+    completed earlier calls. here: a store, if the one of the test run cannot be reached."""
     here = here or ctx.store("before the last")
     if ctx.rank != last:
         here.set(str(ctx.rank), "")
@@ -76,8 +77,8 @@ def is_last(ctx: Ctx, last: int, here: dist.Store | None = None) -> bool:
 
 
 def kill_one(ctx: Ctx, victim: int, after: float = 0.0, here: dist.Store | None = None) -> None:
-    """SIGKILL for that rank, as the last one that comes here. With a time in `after` it goes on
-    meanwhile."""
+    """Kills that rank by SIGKILL once all others have called this. With `after`, it continues for
+    so many seconds."""
     if not is_last(ctx, victim, here):
         return
     if after:
@@ -126,7 +127,7 @@ class Judge:
         *words: str,
         kind: str = "DistBackendError",
     ) -> None:
-        """Each rank raised within the limit, with a text that matches each pattern of words."""
+        """Expects each rank to raise within the limit, with a text that matches each pattern."""
         for rank, seen in answers.items():
             if not isinstance(seen, Seen):
                 self.expect(False, f"rank {rank}: {seen.how if seen else 'no answer'}")
@@ -147,7 +148,7 @@ class Judge:
             self.sample = self.sample or f"{seen.kind}: {seen.text}"
 
     def fine(self, answers: dict[int, Any]) -> None:
-        """Each rank completed without an exception."""
+        """Expects each rank to complete without an exception."""
         for rank, seen in answers.items():
             if not isinstance(seen, Seen):
                 self.expect(False, f"rank {rank}: {seen.how if seen else 'no answer'}")
@@ -169,7 +170,7 @@ SUITE_PATIENCE = 10.0  # of the scenarios that are in the test suite
 
 @dataclass
 class Stage:
-    """Where a scenario plays: which backend and transport, and the means to make worlds."""
+    """The backend and transport of a scenario. Creates its worlds."""
 
     pool: Pool
     transport: str = ""
@@ -194,8 +195,8 @@ class Stage:
 
 
 def fates(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> dict[int, Any]:
-    """By rank, what its job returned, or Lost. Leaves out the ranks in `but`. A job that raises is
-    a mistake in the test, on any rank: jobs expect exceptions by means of attempt()."""
+    """The result of the job on each rank, or Lost, without the ranks in `but`. A job that raises is
+    an error in the test: jobs catch expected exceptions by attempt()."""
     try:
         world.finish(limit, allow_gone=True)
     except WorldFailure:
@@ -211,7 +212,7 @@ def fates(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> di
 
 
 def answers(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> dict[int, Any]:
-    """fates(), where all ranks must answer but those in `but`."""
+    """Like fates(), but fails if a rank is Lost that is not in `but`."""
     found = fates(world, but, limit)
     lost = {rank: fate.how for rank, fate in found.items() if isinstance(fate, Lost)}
     if lost:

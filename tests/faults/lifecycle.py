@@ -28,7 +28,8 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000
 SHM = Path("/dev/shm")
 STORM = Path(__file__).with_name("storm.py")
 RESTARTS = int(os.environ.get("SOAK_RESTARTS", "2"))
-# That other programs may take meanwhile. The lives of a soak would leave more than a MiB each.
+# Other programs may allocate so much in the meantime. A leak of mycoll would be more than 1 MiB per
+# restart.
 SHARED_KIB = 64 * 1024
 
 
@@ -56,7 +57,7 @@ def tiny_shm(ctx: Ctx, size: str) -> Seen:
 def small_shm(stage: Stage) -> Outcome:
     """/dev/shm of 1 MB."""
     if os.geteuid() != 0:
-        raise Skip("a mount of one's own needs root")
+        raise Skip("mounting /dev/shm needs root")
     judge = stage.judge()
     with stage.world(4, init=False) as world:
         world.start(tiny_shm, "1m")
@@ -66,7 +67,7 @@ def small_shm(stage: Stage) -> Outcome:
     return judge.outcome()
 
 
-# What torchrun's children have left in their own network namespace is told after its end.
+# Prints what torchrun's children have left in this network namespace.
 ALONE = """
 ip link set lo up || exit 97
 "$@"
@@ -78,17 +79,17 @@ exit $code
 
 
 def _shared_kib() -> int:
-    """Of the whole machine: also memory without a name."""
+    """The shared memory of the whole machine, including memory without a name."""
     found = re.search(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
 
 
 def _marked(mark: str) -> dict[int, int]:
-    """The processes of a storm, and how many descriptors each has."""
+    """The processes of a storm, and the number of descriptors of each."""
     found = {}
     for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes():
                 found[int(process.name)] = len(list((process / "fd").iterdir()))
     return found
@@ -111,7 +112,7 @@ def kill_storm(stage: Stage) -> Outcome:
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         run = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-        descriptors: dict[int, list[int]] = {}  # of processes that outlive their restarts
+        descriptors: dict[int, list[int]] = {}  # by process
         while run.poll() is None and time.monotonic() < began + 120 + 20 * RESTARTS:
             time.sleep(1.0)
             for pid, count in _marked(mark).items():
@@ -126,20 +127,20 @@ def kill_storm(stage: Stage) -> Outcome:
         output = log.read()
     judge.notes.append(f"{RESTARTS} restarts in {time.monotonic() - began:.0f} s")
     judge.expect(code == 0, f"torchrun ended with {code}: {output[-300:]}")
-    judge.expect(output.count("the end") == 4, "not all ranks of the last life finished")
+    judge.expect(output.count("the end") == 4, "not all ranks of the last attempt finished")
     kills = output.count("the next rank to die")
     judge.expect(kills == RESTARTS, f"{kills} ranks were killed")
     judge.expect(set(SHM.iterdir()) <= shm, "files are left in /dev/shm")
     left = _marked(mark)
     judge.expect(not left, f"{len(left)} processes are left")
-    # torchrun itself: as many in the last life as in the second.
+    # The longest series is torchrun's own: it must not have more descriptors at the end.
     counts = max(descriptors.values(), key=len, default=[0])
     quarter = max(1, len(counts) // 4)
     early, late = max(counts[: 2 * quarter]), max(counts[-quarter:])
     judge.expect(late <= early + 4, f"torchrun had {early} descriptors, at the end {late}")
     if is_alone:
         judge.expect("sockets left: 0 0" in output, "sockets are left: " + output[-100:])
-    # Others on the machine have shared memory, too.
+    # Other programs on the machine have shared memory, too.
     end = time.monotonic() + 20
     while _shared_kib() > shared + SHARED_KIB and time.monotonic() < end:
         time.sleep(0.2)
@@ -194,7 +195,7 @@ def interrupts(stage: Stage) -> Outcome:
 
 
 def in_fork(ctx: Ctx) -> Seen:
-    """The child's call, told by the child through a pipe; the parent's group still works."""
+    """The child writes the result of its call to a pipe. The parent's group still works."""
     x = torch.ones(10)
     dist.all_reduce(x)
     mine, theirs = os.pipe()
@@ -249,7 +250,8 @@ print("leaving", time.monotonic(), flush=True)
 
 
 def _programs(stage: Stage, send: bool, numel: int = 1000) -> list[tuple[int, float, str]]:
-    """Runs PROGRAM as two ranks; exit code, seconds from its last line to its end, output."""
+    """Runs PROGRAM on two ranks. Returns the exit code of each, the seconds from its last line to
+    its end, and its output."""
     text = PROGRAM.format(
         tests=str(Path(__file__).resolve().parents[1]),
         family=stage.family,

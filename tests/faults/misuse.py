@@ -1,4 +1,4 @@
-"""Ranks that disagree: about a call, about messages, about the world."""
+"""Ranks with different calls, different messages or different world sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def disagree(ctx: Ctx, name: str) -> Seen:
 
     def action() -> None:
         call(ctx.size)
-        dist.barrier()  # a broadcast may be over here before the root knows
+        dist.barrier()  # a broadcast may complete here before the root detects the mismatch
 
     return attempt_and_leave(action)
 

@@ -1,7 +1,7 @@
-"""Two hosts (network namespaces) with two ranks each, and a router between them that can be cut.
+"""Two hosts (network namespaces) with two ranks each, and a router that can disconnect them.
 
-The router drops packets silently when it stops forwarding: no carrier loss, no ICMP error reaches
-the hosts, as with a failed switch.
+When the router stops forwarding it drops packets silently. The hosts see no carrier loss and no
+ICMP error, as with a failed switch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Router:
                         "burst", "64kb", "latency", "50ms")  # fmt: skip
 
     def lossy(self) -> bool:
-        """False where the kernel has no netem."""
+        """Returns False if the kernel has no netem."""
         try:
             for port in ("port0", "port1"):
                 self.inside("tc", "qdisc", "replace", "dev", port, "root", "netem", "loss", "1%",
@@ -93,7 +93,7 @@ def router(stage: Stage) -> Iterator[Router]:
 
 def join(ctx: Ctx, hosts: list[str], timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "veth0"
-    os.environ.pop("MYCOLL_TRANSPORT", None)  # as users have it: shared memory inside a host
+    os.environ.pop("MYCOLL_TRANSPORT", None)  # the default: shared memory within a host
     meet(ctx, hosts[ctx.rank // 2], PORT, timeout)
 
 
@@ -117,7 +117,7 @@ def wait_until_joined(world: World) -> None:
             time.sleep(0.5)
             return
         time.sleep(0.1)
-    raise Skip("the ranks could not meet over the router")
+    raise Skip("the ranks could not connect over the router")
 
 
 def loop(ctx: Ctx, hosts: list[str], timeout: float) -> Seen:
@@ -126,15 +126,15 @@ def loop(ctx: Ctx, hosts: list[str], timeout: float) -> Seen:
 
 
 def rounds(ctx: Ctx, hosts: list[str], seconds: float) -> Seen:
-    """All ranks do the same number of rounds; returns how many gave wrong bits."""
+    """All ranks do the same number of rounds. Returns how many were wrong, and their number."""
     join(ctx, hosts, 60.0)
     inputs = [ctx.inputs(torch.float32, NUMEL, seed) for seed in range(4)]
     wants = [(a + b) + (c + d) for a, b, c, d in inputs]
 
     def action() -> tuple[int, int]:
         wrong, done, end = 0, 0, time.monotonic() + seconds
-        go_on = torch.ones(1)
-        while go_on.item():
+        is_on = torch.ones(1)
+        while is_on.item():
             x = inputs[done % 4][ctx.rank].clone()
             dist.all_reduce(x)
             want = wants[done % 4]
@@ -145,15 +145,15 @@ def rounds(ctx: Ctx, hosts: list[str], seconds: float) -> Seen:
             wrong += not right
             done += 1
             time.sleep(0.01)
-            go_on.fill_(time.monotonic() < end)
-            dist.broadcast(go_on, 0)
+            is_on.fill_(time.monotonic() < end)
+            dist.broadcast(is_on, 0)
         return wrong, done
 
     return attempt(action)
 
 
 def blackhole(stage: Stage) -> Outcome:
-    """The network between two hosts swallows everything, timeout 20 s."""
+    """The network between two hosts drops everything, timeout 20 s."""
     judge = stage.judge()
     with router(stage) as net, stage.world(4, init=False) as world:
         world.start(loop, net.hosts, 20.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from faults.harness import Outcome, show
 
-HEAD = Path(__file__).with_name("page.md").read_text()  # promises, and what the table is
+HEAD = Path(__file__).with_name("page.md").read_text()  # the promises, and how to read the table
 
 
 @dataclass
@@ -34,7 +34,7 @@ def cell(outcomes: list[Outcome], usual: int) -> str:
 
 
 def notes(outcomes: list[Outcome]) -> list[str]:
-    """One of each kind: those that differ only in their numbers are one."""
+    """One note of each kind. Notes that differ only in their numbers are of one kind."""
     kinds: dict[str, str] = {}
     for outcome in outcomes:
         for note in outcome.notes:

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, do not come, or come in another order."""
+"""Ranks that are stopped, do not make a call, or call in another order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARNINGS = (("MYCOLL_LOG", "warn"),)
 
 
 def counted(ctx: Ctx) -> Seen:
-    """Sums that are compared with the right ones, for about two seconds of work."""
+    """Checks sums for about two seconds. Returns the number of wrong ones."""
 
     def action() -> int:
         wrong = 0
@@ -68,7 +68,7 @@ def stop(stage: Stage) -> Outcome:
 
 
 def _wait(world: World, seconds: float) -> None:
-    """The stopped rank never answers, and must not make the others wait for it."""
+    """Waits for the other ranks, and then kills the stopped one, which never answers."""
     end = time.monotonic() + seconds
     for member in world.members:
         if member.rank == VICTIM:

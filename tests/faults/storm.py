@@ -1,4 +1,4 @@
-"""Run by torchrun: in each life but the last, one rank kills itself in the middle of a loop."""
+"""Run by torchrun: in each attempt but the last, one rank kills itself in the middle of a loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     last = int(os.environ["FAULTS_RESTARTS"])
     dist.init_process_group(os.environ["FAULTS_BACKEND"], timeout=timedelta(seconds=20))
     rank = dist.get_rank()
-    chance = random.Random(life)
+    chance = random.Random(attempt)
     victim, when = chance.randrange(dist.get_world_size()), chance.randrange(1, 50)
     x = torch.ones(10_000)
     for step in range(60):
-        if life < last and rank == victim and step == when:
+        if attempt < last and rank == victim and step == when:
             print("the next rank to die", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(x.fill_(1.0))

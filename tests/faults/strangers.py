@@ -21,7 +21,7 @@ from worlds.worker import Ctx
 from faults.harness import Outcome, Seen, Skip, Stage, attempt, fates
 
 CONNECTIONS = int(os.environ.get("FAULTS_CONNECTIONS", "10000"))
-HELD = 400  # of them at a time
+HELD = 400  # the number of open connections
 LISTEN = "0A"
 MIB = 1 << 20
 MAGIC = b"MYSCOLL1"  # csrc/transport/handshake.h
@@ -30,20 +30,20 @@ WAYS = ("nothing", "half closed", "noise", "half a hello", "a hello", "http", "t
 
 
 def job(ctx: Ctx, until: str) -> Seen:
-    """Keeps the group in use; every rank does the same number of rounds."""
+    """Keeps the group busy. All ranks do the same number of rounds."""
 
     def action() -> tuple[int, int, float]:
         wrong, rounds, slowest = 0, 0, 0.0
-        go_on = torch.ones(1)
-        while go_on.item():
+        is_on = torch.ones(1)
+        while is_on.item():
             x = torch.full((3000,), float(ctx.rank + 1))
             began = time.monotonic()
             dist.all_reduce(x)
             slowest = max(slowest, time.monotonic() - began)
             wrong += not bool((x == sum(range(1, ctx.size + 1))).all())
             rounds += 1
-            go_on.fill_(not Path(until).exists())
-            dist.broadcast(go_on, 0)
+            is_on.fill_(not Path(until).exists())
+            dist.broadcast(is_on, 0)
             time.sleep(0.01)
         return wrong, rounds, slowest
 
@@ -51,7 +51,7 @@ def job(ctx: Ctx, until: str) -> Seen:
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
-    """Addresses at which a process listens for TCP."""
+    """The addresses at which a process listens for TCP."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -80,7 +80,7 @@ class Resources:
 
 
 def resources(world: World) -> list[Resources]:
-    """Of each rank."""
+    """The resources of each rank."""
     found = []
     for pid in world.pids:
         process = Path(f"/proc/{pid}")
@@ -95,7 +95,7 @@ def resources(world: World) -> list[Resources]:
     return found
 
 
-def say(peer: socket.socket, way: str, chance: random.Random) -> None:
+def send_junk(peer: socket.socket, way: str, chance: random.Random) -> None:
     if way == "half closed":
         peer.shutdown(socket.SHUT_WR)
     elif way == "noise":
@@ -112,26 +112,27 @@ def say(peer: socket.socket, way: str, chance: random.Random) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def pester(addresses: list[tuple[str, int]], count: int, chance: random.Random) -> int:
-    """Junk of all kinds; half of the connections stay open for a while. How many were made."""
+def connect_often(addresses: list[tuple[str, int]], count: int, chance: random.Random) -> int:
+    """Sends junk of all kinds. Half of the connections stay open for a while. Returns the number of
+    connections."""
     held: collections.deque[socket.socket] = collections.deque()
     made = 0
     for i in range(count):
         way = WAYS[i // len(addresses) % len(WAYS)]
-        with contextlib.suppress(OSError):  # they may be fed up
+        with contextlib.suppress(OSError):  # they may refuse connections
             peer = socket.create_connection(addresses[i % len(addresses)], timeout=5)
             made += 1
             peer.settimeout(0.2)
             if chance.random() < 0.5 and way != "reset":
                 held.append(peer)
             with contextlib.suppress(OSError):
-                say(peer, way, chance)
+                send_junk(peer, way, chance)
             if peer is not (held[-1] if held else None):
                 peer.close()
         if len(held) > HELD:
             held.popleft().close()
         if i % 20 == 19:
-            time.sleep(0.01)  # some seconds of it, rather than one burst
+            time.sleep(0.01)  # for some seconds, rather than in one burst
     for peer in held:
         peer.close()
     return made
@@ -151,12 +152,13 @@ def strangers(stage: Stage, connections: int) -> Outcome:
             all(host not in ("0.0.0.0", "::") for host, _ in addresses), "bound to all interfaces"
         )
         began = time.monotonic()
-        made = pester(addresses, connections, random.Random(stage.seed))
+        made = connect_often(addresses, connections, random.Random(stage.seed))
         judge.notes.append(
             f"{made} connections to {len(addresses)} sockets in {time.monotonic() - began:.1f} s"
         )
         judge.expect(made >= 0.99 * connections, f"only {made} connections were made")
-        # What was held is closed by now; whom the ranks still have, they throw out after 5 s.
+        # All connections are closed on this side. The ranks close those that they still have after
+        # 5 s.
         end = time.monotonic() + 8 * stage.patience
         after = resources(world)
         while time.monotonic() < end and any(

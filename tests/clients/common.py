@@ -1,4 +1,4 @@
-"""What the programs of this folder share: a task, and how its outcome is judged."""
+"""The training task of the programs in this folder, and the check of its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(ranks: int) -> nn.Module:
-    """One process, all ranks' batches."""
+    """Trains in one process with the batches of all ranks."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -32,8 +32,8 @@ def reference(ranks: int) -> nn.Module:
     return net
 
 
-def judge(net: nn.Module) -> None:
-    """Trained over mycoll, to what one process gets."""
+def check(net: nn.Module) -> None:
+    """Checks that the model was trained over mycoll to the weights of reference()."""
     assert dist.get_backend() == "mycoll", dist.get_backend()
     assert dist.get_world_size() == 2
     wanted = reference(dist.get_world_size())

@@ -1,7 +1,7 @@
-"""Libraries on top of torch.distributed, each in a small real run: `./dev test --clients`.
+"""Small programs that use libraries on top of torch.distributed: `./dev test --clients`.
 
-That installs them (requirements-clients.txt) into an environment of their own. Without it a library
-that is not there is skipped.
+That installs the libraries (requirements-clients.txt) into a separate environment. Otherwise, tests
+of missing libraries are skipped.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def test_client(backend, tmp_path: Path, library: str, program: str, arguments: 
         pytest.skip("the programs name mycoll")
     if not any(metadata.distributions(name=library)):
         pytest.skip(f"{library} is not installed: ./dev test --clients")
-    output = launched(tmp_path, program, *arguments)
+    output = output_of(tmp_path, program, *arguments)
     found = re.search(r"client: (.*)", output)
     assert found, output[-6000:]
     print(found[1])
-    if library == "deepspeed":  # judged beside gloo
-        # Over gloo it aborts now and then when all is printed, where mycoll is not installed, too.
-        beside = launched(tmp_path, program, arguments[0], "gloo", may_abort=True)
+    if library == "deepspeed":  # compared with gloo
+        # Over gloo it sometimes aborts at its end, also without mycoll.
+        beside = output_of(tmp_path, program, arguments[0], "gloo", may_abort=True)
         outcomes = [re.findall(r"weights: (.*)", each) for each in (output, beside)]
         assert outcomes[0] == outcomes[1] != []
 
 
-def launched(folder: Path, program: str, *arguments: str, may_abort: bool = False) -> str:
+def output_of(folder: Path, program: str, *arguments: str, may_abort: bool = False) -> str:
     paths = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Tests of others that say gloo, unchanged and from their wheels: what passes over gloo passes over
-mycoll in its place. `./dev test --clients`."""
+"""Unchanged tests of other projects, from their wheels. Those that pass over gloo must pass if
+mycoll replaces gloo. `./dev test --clients`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent
 DEADLINE = 280
-# Without this project's settings and conftest.
+# pytest without this project's settings and conftest.
 PLAIN = ("-q", "-rA", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", ".")
-# By test: why it cannot pass.
+# Tests that cannot pass, and why.
 KNOWN = {
-    "test_ddp_logging_data_cpu": "DDP logs how many threads gloo has, and there are none of gloo's",
+    "test_ddp_logging_data_cpu": "DDP logs the number of gloo's threads, and there are none",
 }
 
 
@@ -27,14 +27,14 @@ def environment(replace: str) -> dict[str, str]:
         **os.environ,
         "MYCOLL_REPLACE": replace,
         "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",  # parametrized tests have numbers
+        "PYTHONHASHSEED": "0",  # the names of parametrized tests depend on it
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true",
     }
 
 
 def run(replace: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python, with gloo replaced or not."""
+    """Runs Python, with gloo replaced or not."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -47,7 +47,7 @@ def run(replace: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
-    """Names of the tests that pass in a run of pytest, with gloo replaced or not."""
+    """Runs pytest, with gloo replaced or not. Returns the names of the tests that pass."""
     done = run(replace, folder, "-m", "pytest", *PLAIN, *arguments)
     found = set(re.findall(r"^PASSED .*::(\S+)$", done.stdout, re.MULTILINE))
     assert found, done.stdout[-3000:]
@@ -56,7 +56,7 @@ def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
 
 @pytest.mark.tools
 def test_gloo_is_replaced(tmp_path: Path) -> None:
-    """Or the others would compare gloo with itself."""
+    """Otherwise the other tests would compare gloo with itself."""
     program = "import sys, torch.distributed; print('mycoll.replace' in sys.modules)"
     for replace, answer in (("", "False"), ("gloo", "True")):
         assert run(replace, tmp_path, "-c", program).stdout.split()[-1] == answer
@@ -81,7 +81,7 @@ def test_torch(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(2 * DEADLINE)
 def test_torchft(tmp_path: Path) -> None:
-    """Without its groups in child processes, which time out over gloo on a busy machine."""
+    """Without torchft's groups in child processes, which time out over gloo on a busy machine."""
     need("torchft")
     spec = importlib.util.find_spec("torchft.process_group_test")
     assert spec is not None and spec.origin is not None

@@ -1,5 +1,5 @@
-"""torchft, when a replica dies in the middle of a step: all others repeat this step, and no other
-one. `./dev test --clients`; with torchft's nightly where that is installed."""
+"""If a replica of torchft dies during a step, the others repeat this step, and no other one. Run by
+`./dev test --clients`, also with torchft's nightly if that is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_the_step_that_loses_a_replica_is_repeated(
     if not is_installed("torchft") and not is_installed("torchft-nightly"):
         pytest.skip("torchft is not installed: ./dev test --clients")
     if group == "native" and not is_installed("torchft-nightly"):
-        pytest.skip("the released torchft takes no group that changes its ranks itself")
+        pytest.skip("the released torchft does not support groups with reconfigure()")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     replicas: list[tuple[subprocess.Popen[str], IO[str]]] = []
     try:

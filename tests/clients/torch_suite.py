@@ -1,4 +1,4 @@
-"""torch's own tests of torch.distributed on the CPU, as they are in its wheel, over gloo. Run by
+"""torch's own tests of torch.distributed on the CPU, from its wheel, over gloo. Run by
 test_others.py."""
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
 class TestGloo(TestDistBackend, DistributedTest._DistTestBase):
     def setUp(self) -> None:
         super().setUp()
-        # Forked, so that ranks need not import torch.
+        # Forked ranks need not import torch.
         self._start_processes(multiprocessing.get_context("fork").Process)

@@ -1,6 +1,6 @@
-"""A replica of a training with torchft, for test_torchft.py. Replica 2 kills itself in the middle
-of a step. The others record how often they have tried each step, and compare their weights with
-those that one process computes.
+"""A replica that trains with torchft, for test_torchft.py. Replica 2 kills itself during a step.
+The others record their attempts at each step, and compare their weights with those that one process
+computes.
 
     python torchft_replica.py ddp|diloco adapter|native NUMBER STORE_PORT
 """
@@ -29,12 +29,12 @@ from torchft.local_sgd import DiLoCo
 STEPS, REPLICAS = 5, 3
 LOST, VICTIM = 2, 2
 TIMEOUT = timedelta(seconds=120)
-INNER = 2  # steps of DiLoCo's inner optimizer for one of its outer steps
+INNER = 2  # inner steps of DiLoCo for each outer step
 
 
 class Replica(Manager):
-    """Records each attempt at a step. The victim dies at its second all_reduce of step LOST: the
-    others have its share of the first one."""
+    """Records each attempt at a step. The victim dies at its second all_reduce of step LOST, so
+    that the first one has completed on the others."""
 
     def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -63,7 +63,7 @@ def learn(net: nn.Module, number: int, step: int) -> None:
 
 
 def train_ddp(manager: Replica, net: nn.Module, number: int) -> None:
-    """In several buckets: torchft's hook is called for each."""
+    """Trains with several buckets. DDP calls torchft's hook for each."""
     wrapped = DistributedDataParallel(manager, net, bucket_cap_mb=1e-4)
     optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=RATE))
     while manager.current_step() < STEPS:
@@ -96,7 +96,7 @@ def outer(fragment: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_diloco(manager: Replica, net: nn.Module, number: int) -> None:
-    """Streaming: one fragment of the model in each outer step."""
+    """Streaming DiLoCo averages one fragment of the model in each outer step."""
     parts = fragments(net)
     inner = torch.optim.SGD(net.parameters(), lr=RATE)
     outers: Any = [outer(each) for each in parts]
@@ -111,8 +111,8 @@ def train_diloco(manager: Replica, net: nn.Module, number: int) -> None:
 
 
 def expected_diloco(replica: int) -> nn.Module:
-    """The weights that this replica has in the end. The fragment that was not averaged last has
-    its own inner steps in it."""
+    """The final weights of this replica. The fragment that was not averaged last includes inner
+    steps of this replica alone."""
     common = model()
     parts = fragments(common)
     outers = [outer(each) for each in parts]
@@ -130,7 +130,7 @@ def expected_diloco(replica: int) -> nn.Module:
         attempts += 1
         chosen = step % len(parts)
         if step == LOST and len(nets) == REPLICAS:
-            nets.pop()  # and the others go back to the common weights
+            nets.pop()  # the others return to the common weights
         else:
             locals_ = [list(fragments(net)[chosen].parameters()) for net in nets]
             for index, each in enumerate(parts[chosen].parameters()):
@@ -147,12 +147,12 @@ def main(program: str, kind: str, number: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     lighthouse = None
     if number == 0:
-        # It waits for all replicas whose heartbeats it receives, however slow they are.
+        # The lighthouse waits for all replicas that send heartbeats, even if they are slow.
         lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=REPLICAS - 1, join_timeout_ms=60_000
         )
         store.set("lighthouse", lighthouse.address())
-    # torchft keeps the addresses of a replica's ranks in the store of the replica.
+    # torchft stores the addresses of a replica's ranks in a store of that replica.
     own_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if kind == "native":
         group = mycoll.process_group(
@@ -173,28 +173,28 @@ def main(program: str, kind: str, number: int, port: int) -> None:
         store_port=own_store.port,
         lighthouse_addr=store.get("lighthouse").decode(),
         replica_id=f"replica{number}",
-        init_sync=False,  # all begin with the same weights
-        use_async_quorum=program == "ddp",  # DiLoCo requires that it is not
+        init_sync=False,  # all start with the same weights
+        use_async_quorum=program == "ddp",  # DiLoCo does not support it
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
     )
 
-    def meet(name: str, replicas: int) -> None:
+    def wait_for_all(name: str, replicas: int) -> None:
         if store.add(name, 1) == replicas:
             store.set(f"{name}: all", "")
         store.wait([f"{name}: all"], TIMEOUT)
 
-    meet("begin", REPLICAS)  # the lighthouse knows all of them
+    wait_for_all("begin", REPLICAS)  # all have registered with the lighthouse
     {"ddp": train_ddp, "diloco": train_diloco}[program](manager, net, number)
     assert group.size() == REPLICAS - 1
     wanted = {"ddp": expected_ddp, "diloco": expected_diloco}[program](number)
     for got, want in zip(net.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-4, atol=1e-5)
     print("attempts:", json.dumps(manager.attempts), flush=True)
-    meet("end", REPLICAS - 1)
+    wait_for_all("end", REPLICAS - 1)
     manager.shutdown(wait=False)
     group.shutdown()
-    meet("closed", REPLICAS - 1)
+    wait_for_all("closed", REPLICAS - 1)
     if lighthouse:
         lighthouse.shutdown()
 

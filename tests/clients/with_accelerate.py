@@ -1,10 +1,10 @@
-"""Hugging Face accelerate: it would make a gloo group; it takes one that is there."""
+"""Hugging Face accelerate uses an existing group; otherwise it would create one of gloo."""
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from common import BATCH, RATE, STEPS, data, judge, model, passed
+from common import BATCH, RATE, STEPS, check, data, model, passed
 from torch.utils.data import DataLoader, TensorDataset
 
 dist.init_process_group("mycoll")
@@ -12,7 +12,7 @@ accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2
 rank = accelerator.process_index
 
-# In the order in which accelerate deals batches to the ranks.
+# In the order in which accelerate distributes batches to the ranks.
 parts = [data(r, step) for step in range(STEPS) for r in range(2)]
 loader = DataLoader(TensorDataset(*(torch.cat(each) for each in zip(*parts))), batch_size=BATCH)
 net = model()
@@ -22,7 +22,7 @@ for x, y in loader:
     optimizer.zero_grad()
     accelerator.backward(torch.nn.functional.mse_loss(wrapped(x), y))
     optimizer.step()
-judge(accelerator.unwrap_model(wrapped))
+check(accelerator.unwrap_model(wrapped))
 
 ranks = accelerator.gather(torch.tensor([rank]))
 assert ranks.tolist() == [0, 1], ranks

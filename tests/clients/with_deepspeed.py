@@ -1,4 +1,5 @@
-"""DeepSpeed takes any name: python with_deepspeed.py STAGE BACKEND. Judged beside gloo."""
+"""DeepSpeed accepts any name of a backend: python with_deepspeed.py STAGE BACKEND. The result is
+compared with gloo's."""
 
 import os
 import sys
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from common import BATCH, RATE, STEPS, data, model, passed
 
-# Its own all_reduce for inference; compiling that would take minutes.
+# DeepSpeed's own all_reduce for inference, which would take minutes to compile.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 stage = int(sys.argv[1])
 deepspeed.init_distributed(dist_backend=sys.argv[2], auto_mpi_discovery=False)

@@ -1,9 +1,9 @@
-"""Lightning Fabric takes any name."""
+"""Lightning Fabric accepts any name of a backend."""
 
 import lightning
 import torch
 import torch.distributed as dist
-from common import RATE, STEPS, data, judge, model, passed
+from common import RATE, STEPS, check, data, model, passed
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
@@ -16,7 +16,7 @@ for step in range(STEPS):
     x, y = data(fabric.global_rank, step)
     fabric.backward(torch.nn.functional.mse_loss(wrapped(x), y))
     optimizer.step()
-judge(net)
+check(net)
 
 rank = fabric.global_rank
 assert fabric.all_reduce(torch.tensor(1.0 + rank), reduce_op="mean").item() == 1.5

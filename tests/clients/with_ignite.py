@@ -1,10 +1,10 @@
-"""ignite has a list of backends for its own start; it takes a group that is there."""
+"""ignite uses an existing group; it can only create one of a backend in its list."""
 
 import ignite
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from common import RATE, STEPS, data, judge, model, passed
+from common import RATE, STEPS, check, data, model, passed
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ rank = idist.get_rank()
 assert idist.backend() == "mycoll"
 assert idist.get_world_size() == 2
 net = model()
-# auto_model wraps a model for the backends of its list only.
+# auto_model wraps a model only for the backends in its list.
 assert not isinstance(idist.auto_model(net), DistributedDataParallel)
 wrapped = DistributedDataParallel(net)
 optimizer = idist.auto_optim(torch.optim.SGD(net.parameters(), lr=RATE))
@@ -42,5 +42,5 @@ losses = idist.all_gather(trainer.state.metrics["loss"])
 assert losses[0] == losses[1]
 assert idist.broadcast("word" if rank == 0 else None, src=0, safe_mode=True) == "word"
 idist.barrier()
-judge(net)
+check(net)
 passed("ignite", ignite.__version__)

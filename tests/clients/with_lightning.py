@@ -1,10 +1,10 @@
-"""Lightning's Trainer takes any name, and syncs its metrics by ReduceOp.AVG."""
+"""Lightning's Trainer accepts any name of a backend, and reduces metrics by ReduceOp.AVG."""
 
 import tempfile
 
 import lightning
 import torch
-from common import RATE, STEPS, data, judge, model, passed
+from common import RATE, STEPS, check, data, model, passed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Batches(Dataset):
-    """Item 2 * step + rank, dealt to the ranks in turn."""
+    """Item 2 * step + rank is the batch of a rank."""
 
     def __len__(self) -> int:
         return 2 * STEPS
@@ -43,7 +43,7 @@ class Regression(LightningModule):
 
 class InOrder(Regression):
     def train_dataloader(self):
-        # The sampler that Lightning would put in shuffles.
+        # Lightning's own sampler would shuffle.
         return DataLoader(Batches(), sampler=DistributedSampler(Batches(), shuffle=False))
 
     def val_dataloader(self):
@@ -65,6 +65,6 @@ with tempfile.TemporaryDirectory() as folder:
         enable_model_summary=False,
     )
     trainer.fit(module)
-    judge(module.net)
+    check(module.net)
     assert trainer.callback_metrics["count"].item() == 3, trainer.callback_metrics
 passed("lightning (Trainer)", lightning.__version__)

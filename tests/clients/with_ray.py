@@ -1,5 +1,5 @@
-"""Ray: actors in groups of ray.util.collective. The first rank is the driver.
-examples/ray_backend.py is on the path."""
+"""Ray actors in groups of ray.util.collective. The first rank is the driver. PYTHONPATH contains
+examples/."""
 
 import os
 
@@ -51,7 +51,7 @@ class Member:
 def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
     members = [Member.remote(rank) for rank in range(2)]
-    # As a rank 0 leaves it that was killed while it waited for the others.
+    # A rank 0 that was killed while it waited for the others leaves this.
     internal_kv._internal_kv_put("mycoll group first", "127.0.0.1:1")
     for name in ("first", "second", "first"):  # a name may be used again
         got = ray.get([member.run.remote(name) for member in members])

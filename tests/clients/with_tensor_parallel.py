@@ -1,7 +1,7 @@
-"""A language model that transformers cuts over the ranks (tp_plan="auto"): it says what it says on
-one rank. Beside it the same over gloo, in turns, for the time of a token.
+"""A language model that transformers splits over the ranks (tp_plan="auto"). It must generate the
+same tokens as on one rank. Also measures the time of a token, beside gloo.
 
-The model is made here, not fetched.
+The model has random weights and is not downloaded.
 """
 
 import tempfile
@@ -41,8 +41,8 @@ def generate(model: LlamaForCausalLM) -> list[int]:
     return out[0].tolist()
 
 
-def cut_over(backend: str) -> LlamaForCausalLM:
-    """The model, cut over a group of this backend; transformers itself takes the default group."""
+def split_over(backend: str) -> LlamaForCausalLM:
+    """The model, split over a group of this backend. transformers would use the default group."""
     make = torch.distributed.init_device_mesh
 
     def mesh(*args, mesh_dim_names, **more):
@@ -67,7 +67,7 @@ if dist.get_rank() == 0:
     LlamaForCausalLM(CONFIG).save_pretrained(folder[0])
 dist.barrier()
 whole = LlamaForCausalLM.from_pretrained(folder[0]).eval()
-models = {name: cut_over(name) for name in ("mycoll", "gloo")}
+models = {name: split_over(name) for name in ("mycoll", "gloo")}
 
 want = generate(whole)
 for name, model in models.items():

@@ -1,11 +1,11 @@
-"""torchft: each rank is a replica of its own, and its manager makes a group for each quorum."""
+"""torchft: each rank is a replica, whose manager creates a group for each quorum."""
 
 from datetime import timedelta
 from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
-from common import RATE, STEPS, data, judge, model, passed
+from common import RATE, STEPS, check, data, model, passed
 from mycoll.adapters.torchft import ProcessGroupMycoll
 from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.coordination import LighthouseServer
@@ -24,7 +24,7 @@ def broadcast(value: str) -> str:
 
 
 def collectives() -> None:
-    """The group by itself, made twice."""
+    """Uses the adapter without a manager, and configures it several times."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     address = broadcast(f"localhost:{store.port}")
     group = ProcessGroupMycoll(timeout=TIMEOUT)
@@ -39,7 +39,7 @@ def collectives() -> None:
         group.reduce_scatter([part], [halves], dist.ReduceScatterOptions()).wait()
         assert part.tolist() == ([1.0] * 2 if rank == 0 else [20.0] * 2)
         old = group._pg
-    # What was under way in the old group has ended with an error; here nothing was.
+    # configure() aborts pending operations of the old group; there are none here.
     group.configure(f"{address}/alone{rank}", f"replica {rank}", 0, 1)
     assert group.size() == 1
     assert old is not group._pg
@@ -65,7 +65,7 @@ def train() -> torch.nn.Module:
         store_port=store.port,
         lighthouse_addr=address,
         replica_id=f"replica{rank}",
-        init_sync=False,  # all begin with the same weights
+        init_sync=False,  # all start with the same weights
         timeout=TIMEOUT,
     )
     wrapped = DistributedDataParallel(manager, net)
@@ -86,5 +86,5 @@ def train() -> torch.nn.Module:
 
 
 collectives()
-judge(train())
+check(train())
 passed("torchft", version("torchft"))

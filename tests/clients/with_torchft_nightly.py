@@ -1,5 +1,5 @@
-"""torchft's nightly: each rank is a replica of its own, with one group for all quorums. One replica
-is replaced by another between two steps, which heals."""
+"""torchft's nightly: each rank is a replica with one group for all quorums. Between two steps a
+replica is replaced by a new one, which copies the weights."""
 
 from datetime import timedelta
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from importlib.metadata import version
 import mycoll
 import torch
 import torch.distributed as dist
-from common import RATE, STEPS, data, judge, model, passed
+from common import RATE, STEPS, check, data, model, passed
 from torchft import DistributedDataParallel, Manager, Optimizer
 from torchft.coordination import LighthouseServer
 
@@ -38,8 +38,8 @@ class Replica:
             store_port=store.port,
             lighthouse_addr=addresses[0],
             replica_id=f"replica{rank}",
-            init_sync=False,  # all begin with the same weights
-            use_async_quorum=False,  # the one that heals takes part in the same step
+            init_sync=False,  # all start with the same weights
+            use_async_quorum=False,  # the new replica takes part in the same step
             timeout=TIMEOUT,
             quorum_timeout=TIMEOUT,
         )
@@ -68,7 +68,7 @@ if rank == 1:
 replica.train(range(STEPS // 2, STEPS))
 dist.barrier()
 replica.end()
-judge(replica.net)
+check(replica.net)
 dist.barrier()
 lighthouse.shutdown()
 passed("torchft-nightly", version("torchft-nightly"))

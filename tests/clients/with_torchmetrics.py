@@ -20,7 +20,7 @@ def make() -> MetricCollection:
 
 mine, whole = make(), make()
 mine.update(scores[rank], labels[rank])
-# On every rank alone, without talking to the other: what the whole should be.
+# The expected result, computed by each rank alone.
 for metric in whole.values():
     metric.sync_on_compute = False
 whole.update(scores.flatten(0, 1), labels.flatten())

@@ -1,11 +1,11 @@
-"""transformers' Trainer goes through accelerate: the same line helps."""
+"""transformers' Trainer uses accelerate, and thus an existing group."""
 
 import tempfile
 
 import torch
 import torch.distributed as dist
 import transformers
-from common import BATCH, RATE, STEPS, data, judge, model, passed
+from common import BATCH, RATE, STEPS, check, data, model, passed
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -14,7 +14,7 @@ dist.init_process_group("mycoll")
 
 
 class Rows(Dataset):
-    """In the order in which the Trainer deals batches to the ranks."""
+    """In the order in which the Trainer distributes batches to the ranks."""
 
     def __init__(self) -> None:
         parts = [data(r, step) for step in range(STEPS) for r in range(2)]
@@ -67,6 +67,6 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer.train()
     assert trainer.state.global_step == STEPS
-    judge(regression.net)
+    check(regression.net)
     assert trainer.evaluate()["eval_loss"] > 0
 passed("transformers", transformers.__version__)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-gc.disable()  # until the tests are collected: it would look at all of torch again and again
+gc.disable()  # until the tests are collected: it would visit all of torch repeatedly
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-PYTHON_PATHS = [str(TESTS)]  # for `worlds`, here and (by way of PYTHONPATH) in the workers
+PYTHON_PATHS = [str(TESTS)]  # for `worlds`, here and (through PYTHONPATH) in the workers
 if importlib.util.find_spec("mycoll") is None:
     PYTHON_PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
 sys.path[:0] = PYTHON_PATHS
@@ -34,8 +34,8 @@ BUILD_HINT = (
 
 
 def cpp_tests() -> Path | None:
-    """The C++ tests and stand-ins of the build whose mycoll is imported: ./dev and CMake put that
-    into TREE/site; an editable install takes it from setup.py's tree."""
+    """The C++ tests and stand-ins of the build whose mycoll is imported. ./dev and CMake put mycoll
+    into TREE/site; an editable install uses the tree of setup.py."""
     spec = importlib.util.find_spec("mycoll")
     tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
     trees = [Path(spec.origin).parents[2]] if spec and spec.origin else []
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         default="standin",
         choices=["standin", "cuda"],
-        help="whose tensors the tests of device tensors use (cuda: `./dev gpu`)",
+        help="the device of the tests of device tensors (cuda: `./dev gpu`)",
     )
     group.addoption("--large", action="store_true", help="also tests that need 24 GiB of memory")
     group.addoption(
@@ -74,18 +74,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get("MYCOLL_REPLACE"):  # which counted when torch was imported, above
+    if os.environ.get("MYCOLL_REPLACE"):  # applied when torch was imported, above
         raise pytest.UsageError("unset MYCOLL_REPLACE: tests compare mycoll with gloo")
     config.addinivalue_line("markers", "large: needs 24 GiB of memory; run with --large")
     config.addinivalue_line(
-        "markers", "worlds(*sizes, tcp=()): the worlds that a test runs in, and those over TCP, too"
+        "markers", "worlds(*sizes, tcp=()): the sizes of a test's worlds, and of those over TCP"
     )
-    config.addinivalue_line("markers", "transports(*names): those that a test runs over")
+    config.addinivalue_line("markers", "transports(*names): the transports that a test runs over")
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
     config.addinivalue_line(
         "markers", "tools: starts programs that import torch anew, as users do: ./dev test --tools"
     )
-    os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
+    os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests make many groups fail
     if "CPP_TEST_DIR" not in os.environ and (folder := cpp_tests()):
         os.environ["CPP_TEST_DIR"] = str(folder)
     inherited = os.environ.get("PYTHONPATH")
@@ -96,14 +96,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # torch and two thousand tests, which stay until the end
+    gc.freeze()  # torch and the tests, which remain until the end
     gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`world`: a shared world of each size (default 3). Over shared memory; also over TCP with the
-    sizes that the marker's `tcp` names. `transport`: both, or those of the marker `transports`."""
+    """`world`: a shared world of each size (default 3) over shared memory, and over TCP for the
+    sizes in the marker's `tcp`. `transport`: both, or those of the marker `transports`."""
     gloo = metafunc.config.getoption("--backend") == "gloo"
     marker = metafunc.definition.get_closest_marker("worlds")
     if "world" in metafunc.fixturenames:
@@ -125,21 +125,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def device_params(config: pytest.Config, sizes: Sequence[int], paths: Sequence[str]) -> list:
-    """(size, path) of each world for a test of device tensors; what cannot be is skipped."""
+    """(size, path) of each world for a test of device tensors; unavailable ones are skipped."""
     device = config.getoption("--device")
     params = []
     for size in sizes:
         for path in devices.paths(device, size, paths):
             reason = devices.missing(device, path)
             if config.getoption("--backend") == "gloo":
-                reason = "gloo: is about mycoll"
+                reason = "gloo: specific to mycoll"
             marks = [pytest.mark.skip(reason=reason)] if reason else []
             params.append(pytest.param((size, path), id=f"{size}x{path}", marks=marks))
     return params
 
 
 def must_run(name: str) -> bool:
-    """What must_run.txt says of a test of this name below tests/."""
+    """Whether must_run.txt requires a test with this name to run."""
     verdict = True
     for line in (TESTS / "must_run.txt").read_text().splitlines():
         pattern = line.partition("#")[0].strip()
@@ -165,12 +165,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Any:
-    report = yield  # of a file that is skipped as a whole, for one
+    report = yield  # for example, of a file that is skipped as a whole
     return forbid_skip(report, collector.config, collector.nodeid.removeprefix("tests/") + "::")
 
 
-# Begun first, the longest of them first: otherwise one process would still have minutes to go when
-# the other has nothing left to do. What is begun last is short: the other C++ programs.
+# Started first, the longest first, so that no process works for minutes while the other has nothing
+# left to do. The other C++ programs are short and are started last.
 FIRST = [
     "test_gpu_program", "test_device_conformance", "test_replace", "test_reductions",
     "test_examples", "test_device_endings", "test_elastic", "test_moves", "test_shared_tensors",
@@ -187,7 +187,7 @@ FIRST = [
 
 
 def place(nodeid: str) -> int:
-    """In FIRST, or between those and the C++ programs, or among these."""
+    """A key for sorting: tests in FIRST, then the others, then the other C++ programs."""
     name = nodeid.rpartition("tests/")[2]
     for number, first in enumerate(FIRST):
         if name == first or name.startswith(f"{first}.py::"):
@@ -197,8 +197,8 @@ def place(nodeid: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file goes to one process, which keeps its worlds; each C++ program goes where there is
-    time."""
+    """One process runs all tests of a file, so that they share worlds. Each C++ program may run in
+    any process."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -227,7 +227,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name for init_process_group, known to be there."""
+    """The name for init_process_group. Fails if mycoll is not built."""
     name = request.config.getoption("--backend")
     if name == "mycoll":
         try:
@@ -261,7 +261,7 @@ def world(request: pytest.FixtureRequest, pool: Pool) -> World:
 
 @pytest.fixture
 def device_world(request: pytest.FixtureRequest, pool: Pool) -> World:
-    """A shared world whose ranks have a device each; its param says by which path tensors go."""
+    """A shared world in which each rank has a device; the parameter has the path of tensors."""
     size, path = request.param
     return pool.get(pool.spec(size, device=request.config.getoption("--device"), path=path))
 
@@ -274,14 +274,28 @@ def free_port() -> Iterator[int]:
 
 @pytest.fixture
 def graphs(request: pytest.FixtureRequest) -> None:
-    """For tests whose devices record graphs: mycoll must be able to see that they do."""
+    """For tests of graph capture: skips them if mycoll cannot detect a capture."""
     if request.config.getoption("--device") == "standin" and torch.__version__ < "2.12":
-        pytest.skip("before torch 2.12 only CUDA says that it is being captured")
+        pytest.skip("before torch 2.12 only CUDA reports that it is being captured")
+
+
+@pytest.fixture
+def standin(request: pytest.FixtureRequest) -> None:
+    """For tests that use functions of the stand-in device."""
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("needs the stand-in device")
+
+
+@pytest.fixture
+def scripted(request: pytest.FixtureRequest) -> None:
+    """For tests that script the stand-in for NCCL."""
+    if not devices.is_scripted(request.config.getoption("--device")):
+        pytest.skip("needs the stand-in for NCCL")
 
 
 @pytest.fixture
 def reused_device_world(request: pytest.FixtureRequest, pool: Pool) -> Callable[..., World]:
-    """reused_device_world(size, path): as `reused`, with a device for each rank. For tests that
+    """reused_device_world(size, path): like `reused`, with a device for each rank. For tests that
     break their group."""
 
     def make(size: int, path: str) -> World:
@@ -296,8 +310,8 @@ def reused_device_world(request: pytest.FixtureRequest, pool: Pool) -> Callable[
 
 @pytest.fixture
 def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
-    """For tests that break it: fresh_device_world(size, path, **of Spec). Where its ranks share a
-    GPU, NCCL is made to serve them."""
+    """fresh_device_world(size, path, **changes of Spec): like `fresh`, with a device for each rank.
+    If ranks share a GPU, NCCL is configured to accept that."""
     made: list[World] = []
 
     def make(size: int, path: str, **changes) -> World:
@@ -315,8 +329,8 @@ def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
 
 @pytest.fixture
 def reused(pool: Pool) -> Callable[..., World]:
-    """reused(size, transport, **of Spec): a shared world without a group. For tests that need one
-    of their own, or break it, and whose processes live on: see World.run_in_group()."""
+    """reused(size, transport, **changes of Spec): a shared world without a group. For tests that
+    make or break their own group, but not their processes: see World.run_in_group()."""
 
     def make(size: int, transport: str = "", **changes: Any) -> World:
         return pool.get(pool.spec(size, transport, init=False, **changes))
@@ -326,8 +340,8 @@ def reused(pool: Pool) -> Callable[..., World]:
 
 @pytest.fixture
 def fresh(pool: Pool) -> Iterator:
-    """Makes worlds that are thrown away after the test: fresh(size, transport, **of Spec). For
-    tests whose processes die, or are changed for good."""
+    """fresh(size, transport, **changes of Spec): a world that is killed after the test. For tests
+    whose processes die or are changed permanently."""
     made: list[World] = []
 
     def make(size: int, transport: str = "", **changes) -> World:
@@ -342,7 +356,7 @@ def fresh(pool: Pool) -> Iterator:
 @pytest.fixture
 def mycoll_only(backend: str) -> None:
     if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+        pytest.skip("specific to mycoll")
 
 
 @pytest.fixture

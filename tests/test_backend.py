@@ -1,13 +1,10 @@
-"""Between torch and the engine: callbacks, hooks, profiler, fork, the end of a process."""
+"""The layer between torch and the engine: callbacks, hooks, profiler, fork, process exit."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import os
 import random
-import signal
 import textwrap
 import time
 from collections.abc import Callable
@@ -18,6 +15,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from jobs.forks import calls_of_work, refused_in_a_child
 from jobs.hooks import helper_threads, hooks_that_raise
 from worlds import warm
 from worlds.smoke import smoke
@@ -42,10 +40,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _only_for_mycoll(backend):
     if backend != "mycoll":
-        pytest.skip("is about mycoll")
+        pytest.skip("specific to mycoll")
 
 
-def our_threads() -> list[str]:
+def mycoll_threads() -> list[str]:
     names = [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if name.startswith("mycoll")]
 
@@ -65,36 +63,16 @@ def callbacks_that_wait(ctx: Ctx) -> None:
     for round_ in range(3):
         future = dist.all_reduce(torch.full((100,), float(round_)), async_op=True).get_future()
         ctx.equal(float(future.then(nested).wait()[0]), float(ctx.size * (round_ + 1)))
-    # Nothing of it stays when it is not needed any more.
+    # The thread for callbacks ends when it is no longer needed.
     deadline = time.monotonic() + 10
-    while "mycoll-callback" in our_threads() and time.monotonic() < deadline:
+    while "mycoll-callback" in mycoll_threads() and time.monotonic() < deadline:
         time.sleep(0.1)
-    ctx.equal([name for name in our_threads() if name == "mycoll-callback"], [])
+    ctx.equal([name for name in mycoll_threads() if name == "mycoll-callback"], [])
 
 
 @pytest.mark.worlds(2, 3)
 def test_callbacks_may_wait_for_operations(world):
     world.run(callbacks_that_wait)
-
-
-def power_sgd(ctx: Ctx) -> float:
-    """One bucket: with several, its callbacks start operations in another order on each rank."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    net = DistributedDataParallel(torch.nn.Linear(60, 70))
-    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    net.register_comm_hook(state, power.powerSGD_hook)
-    torch.manual_seed(ctx.rank)
-    for _ in range(5):
-        net(torch.randn(8, 60)).pow(2).mean().backward()
-    return float(net.module.weight.grad.norm())
-
-
-@pytest.mark.worlds(2)
-def test_power_sgd(world):
-    assert len(set(world.run(power_sgd))) == 1
 
 
 # --- threads
@@ -137,7 +115,7 @@ def test_completion_hooks_that_raise(world):
 
 
 def callbacks_that_raise(ctx: Ctx) -> None:
-    """The next callbacks are called, and so is what comes after."""
+    """Later callbacks and collectives run although a callback raises."""
     for failure in FAILURES:
         called: list[str] = []
 
@@ -155,7 +133,9 @@ def callbacks_that_raise(ctx: Ctx) -> None:
         with ctx.raises((RuntimeError, failure), "my callback is wrong"):
             chained.wait()
         work.wait()
-        dist.all_reduce(torch.ones(3))
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        ctx.equal(x.tolist(), [float(ctx.size)] * 3)
         end = time.monotonic() + 20
         while len(called) < 2 and time.monotonic() < end:
             time.sleep(0.01)
@@ -235,7 +215,7 @@ def test_modes(world):
     world.run(under_modes)
 
 
-# --- coalescing that ends badly
+# --- a coalesced block that raises
 
 
 def broken_batch(ctx: Ctx) -> None:
@@ -248,7 +228,7 @@ def broken_batch(ctx: Ctx) -> None:
         except KeyError:
             pass
         x = torch.ones(1000)
-        dist.all_reduce(x)  # is waited for, although torch never ended the batch
+        dist.all_reduce(x)  # completes, although torch never ended the batch
         ctx.equal(float(x[-1]), float(ctx.size))
     with ctx.raises((ValueError, RuntimeError)):
         backend._end_coalescing()
@@ -277,7 +257,7 @@ def random_view(choose: random.Random, x: torch.Tensor) -> torch.Tensor:
 
 
 def any_layout(ctx: Ctx) -> None:
-    """Alone, all_gather copies its input to its output, whatever their strides."""
+    """With one rank, all_gather copies its input to its output; any strides are accepted."""
     choose = random.Random(1)
     torch.manual_seed(1)
     backend = dist.group.WORLD._get_backend(CPU)
@@ -328,12 +308,12 @@ def test_options(backend):
             setattr(options, name, timedelta(seconds=-1))
         with pytest.raises(ValueError, match=f"{name} must not be negative"):
             mycoll.Options(**{name: timedelta(seconds=-1)})
-    for name, said in (
+    for name, message in (
         ("tiemout", "no field 'tiemout'; did you mean 'timeout'"),
         ("nccl", "options.nccl.min_ctas"),
         ("bandwidth", "it has timeout, shutdown_timeout, warn_after and cpu"),
     ):
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             mycoll.Options(**{name: 1})
 
 
@@ -355,16 +335,16 @@ def forked(ctx: Ctx) -> None:
             dist.destroy_process_group()
             dist.init_process_group(ctx.backend, store=dist.HashStore(), rank=0, world_size=1)
             dist.all_reduce(x)
-            text += ", and a group of its own"
+            text += ", and made its own group"
         except BaseException as error:
             text += f"; then {error!r}"
         os.write(write, text.encode())
         os._exit(0)
     os.waitpid(pid, 0)
     text = os.read(read, 4096).decode()
-    if not all(words in text for words in ("forked", "all_reduce", "a group of its own")):
+    if not all(words in text for words in ("forked", "all_reduce", "made its own group")):
         ctx.fail(f"in the child: {text}")
-    dist.all_reduce(x)  # nothing has happened to the parent
+    dist.all_reduce(x)  # the parent is not affected
     ctx.equal(float(x[0]), float(ctx.size**2))
 
 
@@ -372,13 +352,7 @@ def test_a_forked_child_is_refused(reused, transport):
     reused(2, transport).run_in_group(forked)
 
 
-def works_calls(name: str, work: dist.Work) -> dict[str, Callable[[], object]]:
-    methods = ("wait", "is_completed", "is_success", "exception", "result", "synchronize")
-    methods += ("get_future", "get_future_result", "_source_rank", "_get_duration")
-    return {f"{method} of {name}": getattr(work, method) for method in methods}
-
-
-def windows_calls(window: mycoll.Window, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+def calls_of_window(window: mycoll.Window, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {
         "tensor_register": lambda: window.tensor_register(x),
         "tensor_deregister": window.tensor_deregister,
@@ -391,7 +365,7 @@ def windows_calls(window: mycoll.Window, x: torch.Tensor) -> dict[str, Callable[
     }
 
 
-def groups_calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+def calls_of_group(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     world = dist.group.WORLD
     backend = world._get_backend(CPU)
     name, minute = world.group_name, timedelta(minutes=1)
@@ -414,42 +388,8 @@ def groups_calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def answers_of_a_child(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
-    """What each call raises in a forked child, which then drops what it has."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for name in list(calls):
-                text = "no error"
-                try:
-                    calls.pop(name)()
-                except RuntimeError as error:
-                    text = str(error)
-                except BaseException as error:
-                    text = repr(error)
-                os.write(write, f"{name}\t{text.splitlines()[0]}\n".encode())
-            gc.collect()
-            os.write(write, b"end\tforked\n")
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.set_blocking(read, False)
-    end, text = time.monotonic() + 20, b""
-    while time.monotonic() < end and os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(0.01)
-        with contextlib.suppress(BlockingIOError):
-            text += os.read(read, 1 << 16)
-    if time.monotonic() >= end:
-        os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(BlockingIOError):
-        text += os.read(read, 1 << 16)
-    os.close(read)
-    return dict(line.split("\t", 1) for line in text.decode().splitlines())
-
-
 def forked_with_works(ctx: Ctx) -> None:
-    """All that a child may call is refused there: what the parent has begun, too."""
+    """Each call is refused in a forked child, also on operations that the parent has started."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     window = mycoll.new_window(torch.zeros(4))
     done = dist.all_reduce(torch.ones(3), async_op=True)
@@ -458,27 +398,23 @@ def forked_with_works(ctx: Ctx) -> None:
     future = asked.get_future()
     asked.wait()
     dist.barrier()
-    begun = {
+    started = {
         "a receive": dist.irecv(torch.ones(3), left, tag=1),
         "a signal": window.wait_signal(left, True),
     }
     if ctx.rank == 0:
-        begun["a collective"] = dist.all_reduce(torch.ones(3), async_op=True)
-    calls = windows_calls(window, torch.ones(3)) | groups_calls(torch.ones(3))
-    for name, work in {"what is done": done, "a future's": asked, **begun}.items():
-        calls |= works_calls(name, work)
-    wanted = {*calls, "end"}
-    answers = answers_of_a_child(calls)
-    ctx.equal(set(answers), wanted, "the child's answers")
-    for name, text in answers.items():
-        if "forked" not in text:
-            ctx.fail(f"{name}: {text}")
+        started["a collective"] = dist.all_reduce(torch.ones(3), async_op=True)
+    calls = calls_of_window(window, torch.ones(3)) | calls_of_group(torch.ones(3))
+    for name, work in {"a completed work": done, "a work with a future": asked, **started}.items():
+        calls |= calls_of_work(name, work)
+    refused_in_a_child(ctx, calls, started)
     ctx.equal(len(future.value()), 1)
     if ctx.rank != 0:
         dist.all_reduce(torch.ones(3))
     dist.isend(torch.ones(3), right, tag=1)
+    window.put(torch.ones(1), right, 0, False)
     window.signal(right, False)
-    for work in begun.values():
+    for work in started.values():
         work.wait()
     window.tensor_deregister()
 
@@ -504,7 +440,7 @@ ENDS = {
     """,
     "in the middle of a callback": """
         keep = dist.irecv(x, 1 - rank, tag=9).get_future().then(lambda f: time.sleep(60))
-        dist.barrier()  # only now: a callback of what is done already would run in this thread
+        dist.barrier()  # a callback of a completed operation would run in this thread
         dist.isend(torch.ones(3), 1 - rank, tag=9)
         time.sleep(0.3)
     """,
@@ -514,7 +450,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_process_ends(backend, tmp_path, transport, name):
-    """Soon, and with status 0, whatever was left undone."""
+    """A process exits promptly and with status 0, whatever is unfinished."""
     code = BEGIN + textwrap.dedent(ENDS[name])
     started = time.monotonic()
     ranks = [

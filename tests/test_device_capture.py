@@ -1,5 +1,5 @@
-"""Device tensors under graph capture: recorded once, replayed often, by CUDA's rules, which the
-stand-in device has, too: nobody may ask for what was recorded."""
+"""Device tensors under graph capture: recorded once, replayed repeatedly. The stand-in device
+applies CUDA's rules: recorded work must not be queried or waited for on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def captured(ctx: Ctx) -> None:
                 called(mode, dist.reduce_scatter_tensor, scattered, wide)
                 kept = x + 1  # allocated by the graph
                 called(mode, dist.broadcast, kept, 0)
-            is_all(ctx, x, ctx.rank, "nothing has run yet:")
+            is_all(ctx, x, ctx.rank, "before the first replay:")
             graph.replay()
             is_all(ctx, x, total(ctx))
             is_all(ctx, gathered, total(ctx))
@@ -57,7 +57,7 @@ def test_capture_and_replay(device_world):
 
 
 def no_registration(ctx: Ctx) -> None:
-    """NCCL would allocate under the capture."""
+    """Registering memory is refused, because NCCL would allocate under the capture."""
     import mycoll
 
     warm_up(ctx)
@@ -80,7 +80,7 @@ def test_no_memory_is_registered_under_capture(device_world):
 
 
 def captured_while_watched(ctx: Ctx) -> None:
-    """Works of before are in flight, and watched, while a capture goes on."""
+    """Earlier works are in flight, and watched by the watchdog, during a capture."""
     warm_up(ctx)
     tensors = [full(ctx, ctx.rank + 1) for _ in range(4)]
     slow(ctx)
@@ -90,7 +90,7 @@ def captured_while_watched(ctx: Ctx) -> None:
     with graph.capture():
         for _ in range(3):
             dist.all_reduce(x)
-            time.sleep(0.15)  # the watchdog looks at `works` meanwhile
+            time.sleep(0.15)  # the watchdog checks `works` meanwhile
     for work, t in zip(works, tensors, strict=True):
         work.wait()
         is_all(ctx, t, total(ctx))
@@ -100,7 +100,7 @@ def captured_while_watched(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2, paths=["nccl"])
-def test_the_watchdog_does_not_spoil_a_capture(device_world):
+def test_the_watchdog_does_not_invalidate_a_capture(device_world):
     device_world.run(captured_while_watched)
 
 
@@ -110,7 +110,7 @@ def refused_under_capture(ctx: Ctx) -> None:
         dist.all_reduce(x)
     y = full(ctx, 1)
     dist.all_reduce(y)
-    is_all(ctx, y, ctx.size, "afterwards all is well")
+    is_all(ctx, y, ctx.size, "after the refusal:")
 
 
 @pytest.mark.worlds(2, paths=["host"])
@@ -119,7 +119,7 @@ def test_the_host_path_refuses_to_be_captured(device_world):
 
 
 def works_of_a_capture(ctx: Ctx) -> None:
-    """What a Work can be asked for. Under capture it is over once recorded."""
+    """The methods of a Work under capture, where it is complete once it is recorded."""
     warm_up(ctx)
     x, y, z = full(ctx, 0), full(ctx, 0), full(ctx, 0)
     here(ctx).synchronize()
@@ -132,9 +132,9 @@ def works_of_a_capture(ctx: Ctx) -> None:
         ctx.equal(work.get_future_result().wait(), 0, "result code")
         y.fill_(ctx.rank + 1)
         last = dist.all_reduce(y, async_op=True)
-        z.fill_(ctx.rank + 1)  # beside it
+        z.fill_(ctx.rank + 1)  # concurrently with `last`
         dist.all_reduce(z, async_op=True).get_future().wait()
-        time.sleep(0.1)  # for whoever would like to look meanwhile
+        time.sleep(0.1)  # gives the watchdog time to make a mistake
         last.wait()
         del work, last
     for _ in range(2):
@@ -164,7 +164,7 @@ def captured_messages(ctx: Ctx) -> None:
         return dist.isend(tensor, 1) if ctx.rank == 0 else dist.irecv(tensor, 0)
 
     work = message(y)
-    if ctx.device.type == "cuda":  # which does not let NCCL connect beside a capture
+    if ctx.device.type == "cuda":  # CUDA does not let NCCL connect during a capture
         work.wait()
         torch.accelerator.synchronize()
         time.sleep(0.3)

@@ -1,7 +1,7 @@
 """Every operation on device tensors: the jobs of the CPU tests, with their tensors on a device.
 
-Some jobs get copies of their tensors on the device (`mirrored`): what they compute the expected
-results with stays on the CPU. Others make their tensors where the default device is (`native`).
+Some jobs get copies of their tensors on the device (`mirrored`) and compute the expected results on
+the CPU. Others make their tensors on the default device (`native`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ NATIVE = (
     work.wait_with_enough_time,
 )
 
-# What NCCL has no means for: tags, any source, messages that both sides of one pair send before
-# they receive, and the engine's arithmetic.
+# NCCL does not support tags, any source, messages that both ranks of a pair send before they
+# receive, and the engine's arithmetic.
 HOST_ONLY_MIRRORED = (layouts.layouts,)
 HOST_ONLY = (
     layouts.degenerate,
@@ -78,8 +78,8 @@ def test_mirrored(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
 
 
-# The host path copies around the engine, whose own tests these are, and that does not depend on
-# the size.
+# The host path copies and calls the engine, which has its own tests; its copies do not depend on
+# the number of ranks.
 @pytest.mark.parametrize("job", MIRRORED[: len(moves.JOBS) + 2], ids=named)
 @pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_mirrored_in_small_worlds(device_world, job):
@@ -88,7 +88,8 @@ def test_mirrored_in_small_worlds(device_world, job):
 
 @pytest.mark.worlds(3, paths=["host"])
 def test_ring(device_world):
-    """Over NCCL a ring needs a batch, as with torch's nccl: a pair meets in its first message."""
+    """Over NCCL a ring needs a batch, as with torch's nccl: the first message of a pair waits for
+    both ranks."""
     device_world.run(mirrored, "jobs.messages", messages.ring.__name__)
 
 
@@ -100,8 +101,8 @@ def test_native(device_world, job):
 
 @pytest.mark.parametrize("path", ["nccl", "host"])
 def test_groups_are_destroyed_in_any_order(fresh_device_world, path):
-    """A rank waits for the others, which destroy another group. Then it goes on, and its thread
-    stays in NCCL until they come."""
+    """A rank waits for the others, which destroy another group. Then it continues, and its thread
+    remains in NCCL until they destroy this group, too."""
     env = (("STANDIN_NCCL", "one_thread=0"),)
     job = groups.destroyed_in_any_order
     fresh_device_world(3, path, env=env).run(native, job.__module__, job.__name__)
@@ -131,7 +132,7 @@ def test_coalescing_manager(device_world, mode):
 
 
 def shared_memory(ctx: Ctx) -> None:
-    """Outputs within inputs, on one rank only, as each rank's memory is its own affair."""
+    """Outputs that overlap inputs, on one rank only."""
     n, rank, where = ctx.size, ctx.rank, ctx.device
 
     def values(of: int) -> torch.Tensor:
@@ -158,7 +159,7 @@ def shared_memory(ctx: Ctx) -> None:
 
 
 def even_and_uneven(ctx: Ctx) -> None:
-    """Two tensors of every rank, one of them of different sizes."""
+    """Two tensors of each rank, one of which has a different size on each rank."""
     n = ctx.size
     outputs = [[torch.zeros(2, device=ctx.device), torch.zeros(1 + of, device=ctx.device)]
                for of in range(n)]  # fmt: skip
@@ -170,7 +171,7 @@ def even_and_uneven(ctx: Ctx) -> None:
 
 
 def messages_and_collectives(ctx: Ctx) -> None:
-    """One batch of both; what ranks send each other differs, what they do together does not."""
+    """One batch with messages, which differ between ranks, and a collective."""
     n, rank = ctx.size, ctx.rank
     x, y, z = (torch.full((100,), float(rank), device=ctx.device) for _ in range(3))
     with _coalescing_manager(device=ctx.device):

@@ -1,11 +1,10 @@
-"""A process makes a context on the GPU that it uses and on no other, whatever thread of ours or of
-the user's does the work: each takes half a gigabyte of the GPU's memory."""
+"""A process makes a context only on the GPU that it uses, whichever thread of mycoll or of the user
+does the work. Each context takes half a gigabyte of the GPU's memory."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from jobs.contexts import contexts
 from worlds.device_tensors import NUMEL, captured_all_reduce, full, is_all, total
+from worlds.threads import on_all
 from worlds.worker import Ctx
 
 
@@ -33,35 +33,27 @@ def everything(ctx: Ctx) -> None:
     y = full(ctx, 0, 3 << 20)
     (dist.isend if ctx.rank == 0 else dist.irecv)(y, peer).wait()
     dist.barrier()
+    group = dist.new_group()
+    dist.all_reduce(x, group=group)
+    dist.all_gather_object([None] * ctx.size, ctx.rank, group=group)
+    dist.destroy_process_group(group)
 
 
 def in_a_thread(ctx: Ctx) -> list[int]:
-    """That never chose a device: the first one is current there."""
-    failures: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            everything(ctx)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    for failure in failures:
-        raise failure
+    """Runs everything in a thread that never set a device, so that the first one is current."""
+    on_all(lambda _: everything(ctx), 1)
     dist.destroy_process_group()
     return contexts(ctx)
 
 
 def a_death_under_replay(ctx: Ctx) -> list[int]:
-    """The watchdog asks for the streams of graphs: on its thread, too, the first GPU is current."""
+    """The watchdog queries the streams of graphs; the first GPU is current on its thread, too."""
     x, graph = captured_all_reduce(ctx)
     graph.replay()
     torch.accelerator.synchronize()
     dist.barrier()
     if ctx.rank == 0:
-        time.sleep(1)  # the other one replays by then
+        time.sleep(1)  # the other rank replays meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
     with ctx.raises(dist.DistBackendError, "rank 0"):
         graph.replay()

@@ -1,8 +1,8 @@
-"""Random programs of several groups that end badly: a rank is killed, aborts, leaves, calls
-something else or does not come. Nobody gets a wrong number or waits for longer than it should, all
-whom it concerns hear who it was, and other groups go on.
+"""Random programs of several groups in which a rank is killed, aborts, leaves, calls a different
+operation or makes no call. No rank gets a wrong result or waits for too long, every rank of an
+affected group gets an error that names the rank, and other groups continue.
 
-To repeat one: `pytest tests/test_device_endings.py --seed N`.
+To repeat a run: `pytest tests/test_device_endings.py --seed N`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch.distributed as dist
 from worlds import device as devices
 from worlds.worker import Ctx
 
-SEEDS = int(os.environ.get("ENDING_SEEDS", "0"))  # of each kind; 0: as many as there is time for
+SEEDS = int(os.environ.get("ENDING_SEEDS", "0"))  # of each kind; 0: the default number
 PATIENCE = timedelta(seconds=40)
-SHORT = timedelta(seconds=3)  # of a group that hears of its end by that only
-SOON = 20.0  # seconds until everybody has heard
+SHORT = timedelta(seconds=3)  # the timeout of a group that detects the failure only by it
+SOON = 20.0  # seconds until each rank has raised an error
 ENDINGS = ("kill", "abort", "leave", "odd", "miss")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring", "pair")
 NUMELS = (1, 100, 5000, 70_000)
-LAST = 10_000  # of the elements of what is called at the end; no other call has as many
+LAST = 10_000  # elements of the last calls; no other call has this number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Step:
     numel: int
     is_async: bool
     root: int  # an index into the group's members
-    settles: int  # afterwards so many may be pending
+    settles: int  # the number of works that may remain pending afterwards
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Script:
 
     ending: str
     culprit: int
-    at: int  # the step in whose place it happens
+    at: int  # the step that the failure replaces
     groups: list[list[int]]
     steps: list[Step]
 
@@ -71,7 +71,7 @@ class Script:
                     rng.choice((0, 0, 3, 9)),
                 )
             )
-        # The world outlives what only a group can survive.
+        # The world group fails only in endings that affect all groups or a single call.
         fit = [at for at, step in enumerate(steps) if step.group or ending in ("kill", "odd")]
         if ending == "odd":  # the sizes of an all_to_all are known to pairs of ranks only
             fit = [at for at in fit if steps[at].kind not in ("ring", "pair", "all_to_all")]
@@ -89,13 +89,13 @@ class Script:
 
 @dataclass
 class Report:
-    """Of a rank."""
+    """The results of a rank."""
 
-    heard: dict[int, str] = field(default_factory=dict)  # by group: the first error
-    took: dict[int, float] = field(default_factory=dict)  # seconds from its last good call
-    disturbed: set[int] = field(default_factory=set)  # an error of another group came in its midst
-    wrong: list[str] = field(default_factory=list)  # numbers
-    again: str = ""  # how it went on
+    errors: dict[int, str] = field(default_factory=dict)  # by group: the first error
+    took: dict[int, float] = field(default_factory=dict)  # since its last call that succeeded
+    disturbed: set[int] = field(default_factory=set)  # groups that raised another's error
+    wrong: list[str] = field(default_factory=list)  # wrong results
+    again: str = ""  # what was wrong in the new group
 
 
 class Player:
@@ -104,7 +104,7 @@ class Player:
         self.pending: list[tuple[int, str, dist.Work | None, torch.Tensor | None, float]] = []
         self.groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
         for index, members in enumerate(script.groups[1:], 1):
-            # Over NCCL nobody knows whether a message of a rank that has left is yet to come.
+            # Over NCCL, a message of a rank that has left may still arrive.
             late = ("miss", "leave") if ctx.setup.path == "nccl" else ("miss",)
             is_short = script.ending in late and script.is_hit(index)
             self.groups.append(dist.new_group(members, timeout=SHORT if is_short else PATIENCE))
@@ -119,12 +119,12 @@ class Player:
         self.last_good = time.monotonic()
 
     def mine(self) -> list[int]:
-        """Groups of this rank that it still uses."""
+        """The groups that this rank still uses."""
         return [
             index
             for index, members in enumerate(self.script.groups)
             if self.ctx.rank in members
-            and index not in self.report.heard
+            and index not in self.report.errors
             and index not in self.report.disturbed
         ]
 
@@ -151,21 +151,21 @@ class Player:
         return self.report
 
     def guarded(self, group: int, act: Callable[[], None]) -> None:
-        """Notes an error, which may come anywhere; also while another one is noted."""
-        self.noting(group, lambda: self.noting(group, act))
+        """Records an error, which may be raised anywhere, also while another one is recorded."""
+        self.recording(group, lambda: self.recording(group, act))
 
-    def noting(self, group: int, act: Callable[[], None]) -> None:
+    def recording(self, group: int, act: Callable[[], None]) -> None:
         try:
             act()
             self.last_good = time.monotonic()
         except dist.DistBackendError as error:
-            self.hear(group, str(error))
+            self.record(group, str(error))
 
-    def hear(self, group: int, text: str) -> None:
-        """An error is of the group that it names, whatever this rank was doing."""
+    def record(self, group: int, text: str) -> None:
+        """An error belongs to the group that it names, whichever group this rank was using."""
         named = re.search(r"mycoll group '([^' ]+)", text)
         found = self.names.get(named[1], group) if named else group
-        self.report.heard.setdefault(found, text)
+        self.report.errors.setdefault(found, text)
         self.report.took.setdefault(found, time.monotonic() - self.last_good)
         if found != group and group in self.mine():
             self.report.disturbed.add(group)
@@ -184,7 +184,7 @@ class Player:
             odd = Step(step.group, step.kind, step.numel + 3, step.is_async, step.root, 0)
             self.call(odd, "the odd call", is_checked=False)
             return
-        self.report.disturbed.add(step.group)  # it does not call it again
+        self.report.disturbed.add(step.group)  # this rank does not use it again
 
     def synchronize(self) -> None:
         if self.ctx.device.type != "cpu":
@@ -197,9 +197,9 @@ class Player:
         while len(self.pending) > most:
             group, what, work, out, want = self.pending.pop(0)
             hits = self.script.is_hit
-            knows = hits(group) and any(hits(each) for each in self.report.heard)
-            # Such numbers are invalid, as it knows: also of a call from which it went on before it
-            # heard of the same death from another group.
+            knows = hits(group) and any(hits(each) for each in self.report.errors)
+            # The results are invalid: also those of a call that this rank had not waited for when
+            # another group reported the same death.
             if group not in self.mine() or (knows and work is None):
                 out = None
             self.guarded(group, lambda w=work, o=out, v=want, s=what: self.check(s, w, o, v))
@@ -263,13 +263,13 @@ class Player:
 
 
 def again(ctx: Ctx, script: Script) -> str:
-    """Leaves all groups and makes a new one of those that are left."""
+    """Destroys all groups and makes a new one of the ranks that are alive."""
     for _ in range(len(script.groups) + 1):
         try:
             dist.destroy_process_group()
             break
         except dist.DistBackendError:
-            continue  # each group may say it once
+            continue  # each group may raise its error once
     alive = [r for r in range(ctx.size) if not (script.ending == "kill" and r == script.culprit)]
     dist.init_process_group(
         ctx.backend,
@@ -299,32 +299,32 @@ def judge(script: Script, reports: list[Report | None], is_nccl: bool) -> None:
         if report is None:
             assert (script.ending, script.culprit) == ("kill", rank), f"rank {rank} is gone"
             continue
-        # NCCL may carry out calls that differ; then an error follows.
+        # NCCL may execute calls that differ; an error follows.
         if not (is_nccl and script.ending == "odd"):
             assert not report.wrong, f"rank {rank}: {report.wrong}"
         assert not report.again, f"rank {rank}: {report.again}"
         for index, members in enumerate(script.groups):
             if rank not in members or (rank == script.culprit and script.ending != "odd"):
                 continue
-            if index in report.disturbed:  # and not called again
+            if index in report.disturbed:  # not called again
                 continue
-            text = report.heard.get(index, "")
-            # The one that does not come may wait for the others in another group, or be done.
+            text = report.errors.get(index, "")
+            # The rank that makes no call may wait for the others in another group, or have left.
             other = re.search("DEADLOCK|has left the group", text)
             is_known = script.ending == "miss" and other is not None
             if not script.is_hit(index):
-                is_well = not text or index in disturbed or is_known
-                assert is_well, f"rank {rank}, group {index}: {text}"
+                is_fine = not text or index in disturbed or is_known
+                assert is_fine, f"rank {rank}, group {index}: {text}"
                 continue
-            assert text, f"rank {rank} heard nothing of group {index}"
+            assert text, f"rank {rank} got no error of group {index}"
             assert expected in text or is_known, f"rank {rank}, group {index}: {text}"
-            # Others leave because of one that left, and may be seen first.
-            whom = members if script.ending == "leave" else [script.culprit]
-            names = {f"rank {each}" for who in whom for each in (who, members.index(who))}
+            # Other ranks leave because one has left, and may be named instead.
+            culprits = members if script.ending == "leave" else [script.culprit]
+            names = {f"rank {each}" for r in culprits for each in (r, members.index(r))}
             is_named = any(re.search(rf"\b{name}\b", text) for name in names)
             assert is_named, f"rank {rank}, group {index} does not name {names}: {text}"
             took = report.took[index]
-            assert took < SOON, f"rank {rank} heard after {took:.1f} s: {text}"
+            assert took < SOON, f"rank {rank} got its error after {took:.1f} s: {text}"
 
 
 def seeds(config: pytest.Config) -> list[int]:
@@ -335,7 +335,7 @@ def seeds(config: pytest.Config) -> list[int]:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("path", ["nccl", "host", "cpu"])
-def test_everybody_hears(request, pool, path, ending):
+def test_affected_ranks_get_an_error(request, pool, path, ending):
     kind = request.config.getoption("--device")
     for seed in seeds(request.config):
         size = 2 + seed % 3
@@ -346,8 +346,8 @@ def test_everybody_hears(request, pool, path, ending):
             taken = devices.paths(kind, size, [path])[0]
             if reason := devices.missing(kind, taken):
                 pytest.skip(reason)
-            # A group may end while two ranks of it meet in NCCL: one that does not come any more
-            # keeps the other's thread there. So does one that does not leave, after 10 s.
+            # A rank that makes no further call keeps a thread of another rank inside NCCL, and so
+            # does a rank that does not leave the group, for 10 s.
             env = (("STANDIN_NCCL", "one_thread=0"),)
             spec = pool.spec(size, device=kind, path=taken, init=False, env=env)
         world = pool.fresh(spec)

@@ -1,5 +1,5 @@
-"""What goes wrong with device tensors raises in Python, soon, on every rank, and says who and what;
-and a group can always be left."""
+"""Failures of operations on device tensors raise promptly on every rank, with an error that names
+the rank and the call; and a group can always be destroyed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOON = 20.0  # seconds
 
 
 def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
-    """What this rank gets to hear, sooner or later, from calls that it makes anyway."""
+    """The error that this rank gets from one of a series of calls, and the time until then."""
     started = time.monotonic()
     try:
         while time.monotonic() - started < seconds:
@@ -44,15 +44,15 @@ def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
 def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     with ctx.device:
         text, took = mismatches.disagree(ctx, name)
-    # Where NCCL itself does not notice, ranks compare their calls behind its back, and a rank hears
-    # of it with one of its next calls.
+    # If NCCL does not detect the mismatch, mycoll compares the calls separately, and a later call
+    # raises the error.
     if not text:
         text, took = text_of_failure(ctx)
     wait_for_all(ctx)
     return text, took
 
 
-# On the host path it is the engine that compares them: test_mismatch has all of them.
+# On the host path the engine compares the calls: test_mismatch has all cases.
 @pytest.mark.parametrize(
     ("path", "name"),
     [("nccl", name) for name in ("operation", "dtype", "size", "size, large", "reduce op", "root")]
@@ -65,7 +65,7 @@ def test_mismatch_on_device(reused_device_world, path, name):
         assert took < SOON, f"{took:.1f} s until: {text}"
 
 
-# --- a rank that dies, and one that does not come
+# --- a rank that dies, and one that makes no call
 
 
 def outlive(ctx: Ctx) -> tuple[str, float]:
@@ -78,7 +78,7 @@ def outlive(ctx: Ctx) -> tuple[str, float]:
     return text_of_failure(ctx)
 
 
-def others_hear_of_rank_1(world: World) -> None:
+def assert_others_name_rank_1(world: World) -> None:
     answers = world.finish(allow_gone=True)
     for rank in (0, 2):
         text, took = answers[rank]
@@ -90,16 +90,16 @@ def others_hear_of_rank_1(world: World) -> None:
 def test_a_dead_rank_is_named(fresh_device_world, path):
     world = fresh_device_world(3, path)
     world.start(outlive)
-    others_hear_of_rank_1(world)
+    assert_others_name_rank_1(world)
 
 
 def no_id(ctx: Ctx) -> tuple[str, float]:
-    """The rank that asks NCCL for the id of a pair gets none."""
+    """ncclGetUniqueId fails on the rank that makes the id of a pair."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
     if ctx.rank == 0:
-        device.tell_nccl("fail=id")
+        device.script_nccl("fail=id")
     dist.barrier()
     started, text = time.monotonic(), ""
     try:
@@ -111,23 +111,21 @@ def no_id(ctx: Ctx) -> tuple[str, float]:
     return text, took
 
 
-def test_an_id_that_fails_is_heard_by_both_ranks(fresh_device_world, request):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to fail")
+def test_both_ranks_get_the_error_of_ncclGetUniqueId(fresh_device_world, scripted):
     for text, took in fresh_device_world(2, "nccl").run(no_id):
         assert "ncclGetUniqueId failed" in text, text
         assert took < SOON, f"{took:.1f} s until: {text}"
 
 
 def hang_in_nccl(ctx: Ctx, how: str) -> str:
-    """NCCL's enqueue waits for the other rank, as the first message to it does; that rank dies."""
+    """A call of NCCL waits for the other rank, which dies."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     if how == "known pair":
         (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
     torch.accelerator.synchronize()
     if ctx.rank == 0:
-        device.tell_nccl("hang=enqueue")
+        device.script_nccl("hang=enqueue")
     dist.barrier()
     if ctx.rank == 1:
         if how == "new pair":
@@ -149,9 +147,7 @@ def hang_in_nccl(ctx: Ctx, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["collective", "new pair", "known pair", "batch"])
-def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, request, how):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to hang")
+def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, scripted, how):
     world = fresh_device_world(2, "nccl")
     world.start(hang_in_nccl, how)
     assert "rank 1" in world.finish(allow_gone=True)[0]
@@ -160,7 +156,7 @@ def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, requ
 def dies_in_a_split(ctx: Ctx) -> tuple[str, float]:
     ctx.init(device_id=ctx.device)
     if ctx.rank == 1:
-        device.tell_nccl("hang=init")  # the others wait for it in NCCL
+        device.script_nccl("hang=init")  # the other ranks wait for it in NCCL
         threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     started = time.monotonic()
     try:
@@ -170,17 +166,15 @@ def dies_in_a_split(ctx: Ctx) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_a_split_ends_with_a_rank_that_dies(fresh_device_world, request):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to hang")
+def test_a_split_ends_with_a_rank_that_dies(fresh_device_world, scripted):
     env = (("STANDIN_NCCL", "peer_death=hang"),)
     world = fresh_device_world(3, "nccl", init=False, env=env)
     world.start(dies_in_a_split)
-    others_hear_of_rank_1(world)
+    assert_others_name_rank_1(world)
 
 
 def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str, float]:
-    """The others' call while rank 1 stays away: what they get to hear, and after how long."""
+    """The error of the other ranks' call while rank 1 makes none, and the time until then."""
     store = ctx.store(name)
     if ctx.rank == 1:
         store.wait(["done"], timedelta(seconds=40))
@@ -197,8 +191,8 @@ def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str
 
 
 def interrupted_at_first(ctx: Ctx) -> tuple[str, float]:
-    """Ctrl-C while rank 0 waits for the first collective: the next ones of the group must not be
-    taken for it."""
+    """Ctrl-C while rank 0 waits for the first collective. Later collectives of the group must not
+    be matched with it."""
     store = ctx.store("interrupted")
     if ctx.rank == 1:
         store.wait(["done"], timedelta(seconds=40))
@@ -207,7 +201,7 @@ def interrupted_at_first(ctx: Ctx) -> tuple[str, float]:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         dist.all_reduce(full(ctx, 1))
-        ctx.fail("it came back as if nothing had happened")
+        ctx.fail("all_reduce returned without an error")
     except KeyboardInterrupt:
         pass
     took = time.monotonic() - started
@@ -222,12 +216,12 @@ def test_an_interrupt_of_the_first_collective(fresh_device_world):
 
 
 def set_timeout(seconds: float) -> None:
-    """Once the group is connected, which takes a GPU longer than what is to be seen."""
+    """Called when the group is connected, which may take longer than this timeout on a GPU."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def miss(ctx: Ctx, kind: str, timeout: float) -> tuple[str, float]:
-    """Rank 1 does not come; the others are told which rank is missing from what."""
+    """Rank 1 makes no call; the error of the others names the rank and the call."""
     x = full(ctx, 1)
     if kind != "first":
         dist.all_reduce(x)
@@ -256,7 +250,7 @@ def test_a_timeout_names_the_missing_rank(reused_device_world, path, kind, timeo
 
 
 def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
-    """Rank 1 never comes to the first message of the two."""
+    """Rank 1 does not call its side of the first message."""
     if kind == "batch":
         dist.all_reduce(full(ctx, 1))
         torch.accelerator.synchronize()
@@ -277,7 +271,7 @@ def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("path", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("nccl", "batch"), ("host", "irecv")]
 )
-def test_a_message_that_nobody_answers(reused_device_world, path, kind):
+def test_a_message_without_a_counterpart(reused_device_world, path, kind):
     text, took = reused_device_world(2, path).run_in_group(unanswered, kind)[0]
     assert "rank 1" in text, text
     assert "recv from" in text if kind in ("irecv", "batch") else "send to" in text, text
@@ -289,8 +283,7 @@ def test_a_message_that_nobody_answers(reused_device_world, path, kind):
 
 
 def on_a_broken_device(ctx: Ctx, kind: str) -> str:
-    """Rank 1's device answers with an error from some point on, as after a kernel that has gone
-    wrong."""
+    """From some point on, rank 1's device returns an error, as after a kernel that failed."""
     x = full(ctx, 1)
 
     def call() -> dist.Work:
@@ -301,14 +294,14 @@ def on_a_broken_device(ctx: Ctx, kind: str) -> str:
     first = call()
     first.wait()
     torch.accelerator.synchronize()
-    ctx.equal(first.is_completed(), True)  # so nobody asks the device about it any more
+    ctx.equal(first.is_completed(), True)  # so the device is not queried about it later
     dist.barrier()
     if ctx.rank == 1:
         device.break_device("an illegal memory access was encountered")
     try:
         work = call()
     except dist.DistBackendError as error:
-        assert ctx.rank == 0  # rank 1 has failed before
+        assert ctx.rank == 0  # rank 1 has failed already
         wait_for_all(ctx)
         return str(error)
     if ctx.rank == 1:
@@ -324,9 +317,7 @@ def on_a_broken_device(ctx: Ctx, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["collective", "message"])
 @pytest.mark.parametrize("path", PATHS)
-def test_an_error_of_a_device_is_told_to_all(fresh_device_world, request, path, kind):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to fail")
+def test_an_error_of_a_device_is_raised_on_all_ranks(fresh_device_world, scripted, path, kind):
     for text in fresh_device_world(2, path).run(on_a_broken_device, kind):
         assert "rank 1" in text, text
         assert "the device reports an error" in text, text
@@ -346,7 +337,7 @@ def leave(ctx: Ctx, how: str) -> float:
     set_timeout(2)
     work = None
     if ctx.rank == 0:
-        with contextlib.suppress(RuntimeError):  # the other one may have aborted by now
+        with contextlib.suppress(RuntimeError):  # the other rank may have aborted
             work = dist.all_reduce(x, async_op=True)
     started = time.monotonic()
     with contextlib.suppress(RuntimeError):
@@ -355,7 +346,7 @@ def leave(ctx: Ctx, how: str) -> float:
         dist.destroy_process_group()
     took = time.monotonic() - started
     del work
-    # Life goes on: a new group of the same ranks.
+    # The same ranks can make a new group.
     ctx.init("again")
     y = full(ctx, ctx.rank)
     dist.all_reduce(y)
@@ -364,20 +355,18 @@ def leave(ctx: Ctx, how: str) -> float:
 
 
 def ends_late(ctx: Ctx) -> int:
-    """NCCL does not come back from ending the first of two communicators."""
+    """ncclCommFinalize of the first of two communicators does not return."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
     torch.accelerator.synchronize()
     dist.barrier()
-    device.tell_nccl("hang=finalize")
+    device.script_nccl("hang=finalize")
     dist.destroy_process_group()
     return device.count_nccl("ncclCommFinalize")
 
 
-def test_nothing_ends_beside_what_is_late(fresh_device_world, request):
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("only the stand-in can be told to hang")
+def test_one_communicator_ends_at_a_time(fresh_device_world, scripted):
     assert fresh_device_world(2, "nccl").run(ends_late) == [1, 1]
 
 
@@ -404,7 +393,7 @@ def shrinks(ctx: Ctx, victim: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_survivors_shrink_and_go_on(fresh_device_world, path):
+def test_survivors_shrink_and_continue(fresh_device_world, path):
     world = fresh_device_world(3, path)
     world.start(shrinks, 1)
     for rank, seen in enumerate(world.finish(allow_gone=True)):
@@ -426,5 +415,5 @@ def late_beside_destroy(ctx: Ctx) -> None:
     is_all(ctx, x, 3)
 
 
-def test_destroy_waits_for_what_has_returned(fresh_device_world):
+def test_destroy_waits_for_enqueued_operations(fresh_device_world):
     fresh_device_world(2, "nccl").run(late_beside_destroy)

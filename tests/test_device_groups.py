@@ -1,8 +1,7 @@
-"""Groups made of groups: what becomes of NCCL's communicators, and of tensors on devices."""
+"""Groups made from groups: their NCCL communicators, and collectives on device tensors."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
 from unittest import mock
@@ -19,13 +18,11 @@ from worlds.worker import Ctx
 def calls(
     ctx: Ctx, names: Sequence[str] = ("ncclCommInitRankConfig", "ncclCommSplit")
 ) -> dict[str, int]:
-    """How often this process has called NCCL to make communicators; on the stand-in only."""
+    """How often this process has called these functions of NCCL; empty on a real GPU."""
     kind = ctx.device.type
     if ctx.setup.path != "nccl" or not (kind == "standin" or device.is_scripted(kind)):
         return {}
-    standin = ctypes.CDLL(str(device.standins() / "libnccl.so.2"))
-    standin.mycoll_standin_nccl_count.restype = ctypes.c_int64
-    return {name: standin.mycoll_standin_nccl_count(name.encode()) for name in names}
+    return {name: device.count_nccl(name) for name in names}
 
 
 def works(ctx: Ctx, group: dist.ProcessGroup, ranks: list[int], what: str) -> None:
@@ -38,8 +35,8 @@ def works(ctx: Ctx, group: dist.ProcessGroup, ranks: list[int], what: str) -> No
 def splits(ctx: Ctx) -> None:
     ctx.init(device_id=ctx.device)
     before = calls(ctx)
-    # NCCL splits nothing that operations are under way on: a collective, and then messages, which
-    # are in no order with others. The first ones connect, for which it waits for the device.
+    # A communicator must not be split while operations are outstanding: a collective, and then
+    # messages, which have no order with others. The first messages connect and wait for the device.
     x, y = full(ctx, 1), full(ctx, 1)
     ring = [
         dist.P2POp(dist.isend, y, (ctx.rank + 1) % ctx.size),
@@ -51,7 +48,7 @@ def splits(ctx: Ctx) -> None:
     for _ in range(10):
         slow(ctx)
     pending += dist.batch_isend_irecv(ring)
-    # Rank 3 is in none of them.
+    # Rank 3 is in none of the new groups.
     child = dist.split_group(split_ranks=[[0, 1], [2]])
     for work in pending:
         work.wait()
@@ -63,13 +60,13 @@ def splits(ctx: Ctx) -> None:
         works(ctx, child, parts[ctx.rank], "a split")
         backend = child._get_backend(ctx.device)
         ctx.equal(backend.device_transport(), ctx.setup.path.split("-")[0])
-    works(ctx, dist.group.WORLD, [0, 1, 2, 3], "the parent, afterwards")
+    works(ctx, dist.group.WORLD, [0, 1, 2, 3], "the parent")
     if before:
         after = calls(ctx)
         ctx.equal(after["ncclCommSplit"] - before["ncclCommSplit"], 1, "splits")
         name = "ncclCommInitRankConfig"
         ctx.equal(after[name] - before[name], 0, "communicators that were not split off")
-    # Once more, of the same ranks and others; and one of a split.
+    # Another split, also of other ranks; and a split of a split.
     again = dist.split_group(split_ranks=[[0, 1], [3, 2]])
     members = [0, 1] if ctx.rank < 2 else [2, 3]
     works(ctx, again, members, "a second split")
@@ -81,7 +78,7 @@ def splits(ctx: Ctx) -> None:
 
 
 def unwilling(ctx: Ctx) -> None:
-    """Where one rank fails to make its group, the others' connect without it."""
+    """If one rank fails to make its group, the other ranks' groups connect without it."""
     ctx.init(device_id=ctx.device)
     before = calls(ctx)
     parts = [[rank] for rank in range(ctx.size)]
@@ -93,14 +90,14 @@ def unwilling(ctx: Ctx) -> None:
             dist.split_group(split_ranks=parts)
     else:
         works(ctx, dist.split_group(split_ranks=parts), [ctx.rank], "a split without rank 1")
-    works(ctx, dist.group.WORLD, list(range(ctx.size)), "the parent, afterwards")
+    works(ctx, dist.group.WORLD, list(range(ctx.size)), "the parent")
     if before:
         ctx.equal(calls(ctx)["ncclCommSplit"] - before["ncclCommSplit"], 0, "splits")
     dist.destroy_process_group()
 
 
 def subgroups(ctx: Ctx) -> None:
-    """new_group connects among its members alone, bound to a device or not."""
+    """new_group involves only its members."""
     ctx.init(device_id=ctx.device)
     for ranks in ([0, 2], [1], [3, 1]):
         group = dist.new_group(ranks)
@@ -114,14 +111,14 @@ def subgroups(ctx: Ctx) -> None:
 
 
 def meshes(ctx: Ctx) -> None:
-    """A mesh of a bound job splits NCCL's communicator, too."""
+    """A mesh of a job that is bound to devices also splits NCCL's communicator."""
     ctx.init(device_id=ctx.device)
     before = calls(ctx)
     mesh = dist.init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
     row = ctx.rank // 2 * 2
     works(ctx, mesh.get_group("inner"), [row, row + 1], "the inner dimension")
     works(ctx, mesh.get_group("outer"), [ctx.rank % 2, ctx.rank % 2 + 2], "the outer dimension")
-    if before and torch.__version__ >= "2.12":  # before, meshes of CUDA devices only are split off
+    if before and torch.__version__ >= "2.12":  # earlier versions split only for CUDA
         after = calls(ctx)
         ctx.equal(after["ncclCommSplit"] - before["ncclCommSplit"], 2, "splits")
         name = "ncclCommInitRankConfig"
@@ -131,7 +128,7 @@ def meshes(ctx: Ctx) -> None:
 
 
 def generations(ctx: Ctx) -> None:
-    """Groups of handles, with other ranks each time: each has communicators of its own."""
+    """Groups made from handles, each with other ranks and with its own communicators."""
     ctx.init(device_id=ctx.device)
     endpoint = mycoll.Endpoint(timeout=timedelta(seconds=30))
     handles = [""] * ctx.size
@@ -152,7 +149,7 @@ def generations(ctx: Ctx) -> None:
 
 
 def barriers(ctx: Ctx) -> None:
-    """Also the first one of a group that is bound to a device waits for that device."""
+    """In a group that is bound to a device, the first barrier also waits for the device."""
     ctx.init(device_id=ctx.device)
     here = torch.accelerator.current_stream()
     for _ in range(2):
@@ -164,7 +161,7 @@ def barriers(ctx: Ctx) -> None:
         slow(ctx)
     dist.barrier(child)
     if ctx.setup.path == "nccl":  # else nothing was split, and the child has no device yet
-        ctx.equal(here.query(), True, "and so it is after one of a child")
+        ctx.equal(here.query(), True, "the current stream is done after a barrier of a child")
     torch.accelerator.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -184,8 +181,8 @@ def test_a_rank_that_cannot_split(reused_device_world, path):
 
 
 def ends_without_destroy(ctx: Ctx) -> dict[str, int]:
-    """What the end of the program calls of NCCL's: to end a communicator is a call of all ranks of
-    the host, of which the others may go on for minutes."""
+    """The functions of NCCL that are called at exit. Ending a communicator needs all ranks of the
+    host, and the other ranks may continue for minutes."""
     from mycoll import _registration
 
     warm_up(ctx)
@@ -195,14 +192,14 @@ def ends_without_destroy(ctx: Ctx) -> dict[str, int]:
     return {name: count - before[name] for name, count in calls(ctx, names).items()}
 
 
-def test_the_end_of_a_program_leaves_nccl_alone(fresh_device_world):
+def test_exit_does_not_call_nccl(fresh_device_world):
     for called in fresh_device_world(2, "nccl").run(ends_without_destroy):
         assert set(called.values()) <= {0}, called
 
 
 def without_gpu(ctx: Ctx, count: int) -> None:
-    """As a CUDA build of torch, which names CUDA as its accelerator with and without a GPU: without
-    one there is no group for tensors on devices, whose connections nobody would use."""
+    """A CUDA build of torch names CUDA as its accelerator with and without a GPU. Without one, no
+    group for device tensors is made."""
     cuda = mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     with cuda, mock.patch.object(torch.cuda, "device_count", lambda: count):
         ctx.init()
@@ -217,7 +214,7 @@ def without_gpu(ctx: Ctx, count: int) -> None:
 
 
 def on_rocm(ctx: Ctx) -> None:
-    """Whose devices torch calls "cuda", too. CPU tensors travel as everywhere."""
+    """torch calls devices of ROCm "cuda", too. CPU tensors work as usual."""
     why = "mycoll does not support ROCm"
     x, cpu = full(ctx, ctx.rank), torch.full((10,), float(ctx.rank))
     with mock.patch.object(torch.version, "hip", "6.4"):

@@ -1,5 +1,5 @@
-"""Calls on device tensors return before there is a result. When it will never come, the program
-gets an error before it can use a wrong number, once; and nobody else is interrupted."""
+"""Calls on device tensors return before their result exists. If the operation fails later, the
+program gets one error before it can use a wrong result, and no other thread is interrupted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ INVALID = "Results computed on the device since then are invalid"
 
 
 def read_after_a_death(ctx: Ctx, how: str) -> str:
-    """Reads a result that never came, after calls that have returned. Returns the error that this
-    rank gets instead of the number."""
+    """Reads the result of an operation that fails after its call has returned. Returns the error
+    that this rank gets instead."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
@@ -33,10 +33,10 @@ def read_after_a_death(ctx: Ctx, how: str) -> str:
             dist.all_reduce(x)
         graph.replay()
         torch.accelerator.synchronize()
-        time.sleep(1)  # nothing is under way for a while
+        time.sleep(1)  # the device is idle for some time
     dist.barrier()
     if ctx.rank == 1:
-        time.sleep(1)  # the other one is in its call by then
+        time.sleep(1)  # the other rank starts its call meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
     loss = full(ctx, 100)
     try:
@@ -49,10 +49,10 @@ def read_after_a_death(ctx: Ctx, how: str) -> str:
         else:
             graph.replay()
         number = loss[0].item()
-        ctx.fail(f"the loss is {number}, says the program")
+        ctx.fail(f"the program read the loss {number}")
     except dist.DistBackendError as error:
         text = str(error)
-    # Once is enough: a program that cleans up is left alone.
+    # The error is raised once, so that the program can clean up.
     ended = time.monotonic() + 0.5
     while time.monotonic() < ended:
         torch.accelerator.synchronize()
@@ -77,22 +77,22 @@ def test_the_error_names_the_line_that_called(fresh_device_world):
 
 
 @pytest.mark.parametrize("how", ["sync", "wait", "future"])
-def test_a_result_that_never_came_is_an_error(fresh_device_world, how):
+def test_a_missing_result_is_an_error(fresh_device_world, how):
     assert_error_before_the_number(fresh_device_world(2, "nccl"), how)
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_replayed_result_that_never_came_is_an_error(fresh_device_world):
+def test_a_missing_result_of_a_replay_is_an_error(fresh_device_world):
     assert_error_before_the_number(fresh_device_world(2, "nccl"), "replay")
 
 
 def fail_one_after_another(ctx: Ctx) -> list[tuple[str, str]]:
-    """Failures of several groups, one soon after the other, each of them caught by the program.
-    Returns the errors, and what the program did then: a rank that is late gets it in its call."""
-    errors, few, many = [], 4, 20_000  # over which NCCL does not come to an end
+    """Several groups fail in quick succession, and the program catches each error. Returns the
+    errors, and what the program was doing: a late rank gets the error in its call."""
+    errors, few, many = [], 4, 20_000  # sizes for which NCCL's operation never ends
     for step in range(3):
         group = dist.new_group()
-        for numel in (few, many):  # connects
+        for numel in (few, many):  # makes the connections
             dist.all_reduce(full(ctx, 1, numel), group=group)
         torch.accelerator.synchronize()
         if step == 0:  # on the CPU
@@ -104,7 +104,7 @@ def fail_one_after_another(ctx: Ctx) -> list[tuple[str, str]]:
             try:
                 dist.all_reduce(loss, group=group)
                 doing = "computes"
-                ctx.fail(f"the loss is {loss[0].item()}, says the program")
+                ctx.fail(f"the program read the loss {loss[0].item()}")
             except dist.DistBackendError as error:
                 errors.append((str(error), doing))
         dist.barrier()
@@ -122,10 +122,10 @@ def test_a_failure_does_not_hide_the_next(fresh_device_world):
 
 
 def gets_through(ctx: Ctx, nap: float) -> tuple[str, str]:
-    """Ranks that differ in what the device does not look at: numbers come, and are wrong. Returns
-    the error, and what the program did then: a rank that is late may get the error in its call."""
+    """A mismatch that the device does not detect, so that results are wrong. Returns the error, and
+    what the program was doing: a late rank may get the error in its call."""
     group = dist.new_group()
-    dist.all_reduce(full(ctx, 1), group=group)  # so that what follows is compared a little later
+    dist.all_reduce(full(ctx, 1), group=group)  # so that later calls are compared after they return
     dtype = torch.float32 if ctx.rank == 0 else torch.int32
     parts = torch.zeros(8, dtype=dtype, device=ctx.device)
     doing = "calls"
@@ -148,8 +148,8 @@ def gets_through(ctx: Ctx, nap: float) -> tuple[str, str]:
 
 @pytest.mark.parametrize("nap", [0.0, 30.0])
 def test_wrong_numbers_are_reported(fresh_device_world, nap):
-    """To one of the two at least where nothing comes after them but the end. Otherwise to both, and
-    soon: the program may do much with them before it calls anything."""
+    """At least one of the ranks gets the error if the program ends immediately. Otherwise both get
+    it promptly, because the program may use the numbers for long without another call."""
     found = [each for each in fresh_device_world(2, "nccl").run(gets_through, nap) if each[0]]
     assert len(found) >= (2 if nap else 1)
     for text, doing in found:
@@ -158,9 +158,8 @@ def test_wrong_numbers_are_reported(fresh_device_world, nap):
         assert doing != "ends" or not nap, text
 
 
-def ends_in_good_order(ctx: Ctx) -> None:
-    """A group that a graph has used is destroyed, and so is one whose failure is known. Nobody is
-    interrupted: what goes on after that is the program's own affair."""
+def ends_cleanly(ctx: Ctx) -> None:
+    """Destroying a group that a graph has used, or one that was aborted, interrupts no thread."""
     x = full(ctx, 1)
     for how in ("destroy", "abort"):
         group = dist.new_group()
@@ -182,16 +181,16 @@ def ends_in_good_order(ctx: Ctx) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
-    fresh_device_world(2, "nccl").run(ends_in_good_order)
+def test_a_clean_end_interrupts_no_thread(fresh_device_world):
+    fresh_device_world(2, "nccl").run(ends_cleanly)
 
 
 def dies_while_another_leaves(ctx: Ctx) -> str:
-    """Its group is destroyed while a graph is under replay that needs a rank which dies."""
+    """A group is destroyed while a graph is replayed that needs a rank that dies."""
     _, graph = captured_all_reduce(ctx)
     dist.barrier()
     if ctx.rank == 1:
-        time.sleep(1)  # the other one leaves by then
+        time.sleep(1)  # the other rank leaves meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         graph.replay()
@@ -202,7 +201,7 @@ def dies_while_another_leaves(ctx: Ctx) -> str:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_death_is_heard_of_while_nccl_ends(fresh_device_world):
+def test_a_death_is_detected_while_nccl_ends(fresh_device_world):
     world = fresh_device_world(2, "nccl")
     world.start(dies_while_another_leaves)
     text = world.finish(allow_gone=True)[0]
@@ -210,8 +209,8 @@ def test_a_death_is_heard_of_while_nccl_ends(fresh_device_world):
 
 
 def leaves_first(ctx: Ctx) -> None:
-    """The root of a broadcast is done with it, and leaves, long before the others' devices come to
-    it; of whom one does not hear of the root's calls but by its goodbye."""
+    """The root of a broadcast finishes and leaves long before the other ranks' devices run it. One
+    of them learns of the root's calls only from its notice that it leaves."""
     x = full(ctx, ctx.rank, 100)
     dist.broadcast(x, 1)
     torch.accelerator.synchronize()
@@ -231,15 +230,15 @@ def test_a_rank_that_leaves_first_is_not_missed(fresh_device_world):
     fresh_device_world(3, "nccl").run(leaves_first)
 
 
-def another_thread_hears_first(ctx: Ctx) -> str:
-    """Another thread hears of the death first, and keeps it to itself."""
+def another_thread_gets_it_first(ctx: Ctx) -> str:
+    """Another thread gets the error first and ignores it."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     other = dist.new_group()
     (dist.recv if ctx.rank == 0 else dist.send)(x.clone(), 1 - ctx.rank)
-    if ctx.rank == 0:  # no failure, and no excuse for what comes later
+    if ctx.rank == 0:  # a timeout of wait() is no failure of the group
         work = dist.irecv(x.clone(), 1)
-        # On another stream: the barrier waits for what stands behind it on this one.
+        # On another stream, because the barrier waits for the work on the current stream.
         with torch.Stream(device=ctx.device), ctx.raises(dist.DistBackendError, "timed out"):
             work.wait(timedelta(milliseconds=300))
     dist.barrier()
@@ -256,7 +255,7 @@ def another_thread_hears_first(ctx: Ctx) -> str:
     try:
         dist.all_reduce(x)
         number = x[0].item()
-        ctx.fail(f"{number}, says the program")
+        ctx.fail(f"the program read {number}")
     except dist.DistBackendError as error:
         return str(error)
     finally:
@@ -266,5 +265,5 @@ def another_thread_hears_first(ctx: Ctx) -> str:
 
 def test_each_thread_gets_the_error(fresh_device_world):
     world = fresh_device_world(2, "nccl")
-    world.start(another_thread_hears_first)
+    world.start(another_thread_gets_it_first)
     assert INVALID in world.finish(allow_gone=True)[0]

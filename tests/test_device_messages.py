@@ -1,13 +1,14 @@
-"""Single messages between device tensors, outside of batches: two ranks connect in their callers,
-after that nobody waits for the other's call, and on the host path long ones travel in pieces."""
+"""Messages of device tensors outside of batches. The first message of two ranks connects them in
+the caller; later calls do not wait for the other rank. On the host path, long messages are
+divided."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from datetime import timedelta
 
+import jobs.gil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +19,8 @@ from worlds.worker import Ctx
 
 
 def ring(ctx: Ctx) -> None:
-    """Everybody calls isend first: once two ranks are connected, it does not wait for the other."""
-    if ctx.setup.path.startswith(
-        "nccl"
-    ):  # every pair after the one before it, or all would wait in a ring
+    """All ranks call isend first: once two ranks are connected, it does not wait for the other."""
+    if ctx.setup.path.startswith("nccl"):  # connect one pair after another, not all in a ring
         x = full(ctx, 0)
         for sender in range(ctx.size):
             receiver = (sender + 1) % ctx.size
@@ -37,7 +36,7 @@ def ring(ctx: Ctx) -> None:
         for j in range(4):
             xs.append(full(ctx, 100 * i + 10 * j + ctx.rank))
             works.append(dist.isend(xs[j], right))
-        del xs  # kept until they are sent
+        del xs  # kept alive until they are sent
         works += [dist.irecv(out, left) for out in outs]
         for work in reversed(works):
             work.wait()
@@ -52,8 +51,8 @@ def test_a_ring_of_messages(reused_device_world, path):
 
 
 def around_the_first_collective(ctx: Ctx) -> None:
-    """Ranks 0 and 1 connect for a message before the group has chosen a path, and the collective
-    comes right behind it."""
+    """Ranks 0 and 1 connect for a message before the group has chosen a path; a collective follows
+    immediately."""
     x, out = full(ctx, 7), full(ctx, 0)
     sent = dist.isend(x, 1) if ctx.rank == 0 else None
     if ctx.rank == 1:
@@ -78,9 +77,9 @@ def test_a_message_around_the_first_collective(fresh_device_world, path):
 
 
 def pairs_in_crossing_orders(ctx: Ctx) -> None:
-    """Each pair has a stream to itself, as long as torch's pool has that many (the stand-in's has
-    four): no message waits behind one that the other rank has called later."""
-    numel = 70_000  # over which NCCL waits for the receiver
+    """Each pair has its own stream (up to the size of torch's pool, which is four for the
+    stand-in), so no message waits for one that the other rank calls later."""
+    numel = 70_000  # too large for NCCL to buffer
     groups = [dist.new_group(timeout=timedelta(seconds=10)) for _ in range(4)]
     x = full(ctx, 0, numel)
     for group in groups:
@@ -105,7 +104,7 @@ def test_pairs_in_crossing_orders(reused_device_world, path):
 
 
 def beside_a_stream_that_waits(ctx: Ctx) -> None:
-    """A message does not wait for one to another rank, whose stream stands still."""
+    """A message does not wait for one to another rank whose stream is blocked."""
     x, y = full(ctx, 5), full(ctx, 6)
     for receiver in (1, 2):  # connect
         if ctx.rank == 0:
@@ -139,7 +138,7 @@ def test_a_message_beside_a_stream_that_waits(reused_device_world, path):
 
 
 def small_collectives(ctx: Ctx) -> None:
-    """They take no more of the pinned memory than they need."""
+    """Small collectives allocate little pinned memory."""
     before = torch.standin.counts()["pinned_bytes"]
     x, out = full(ctx, 1, 16), full(ctx, 0, 16 * ctx.size)
     dist.all_reduce(x)
@@ -155,13 +154,13 @@ def test_pinned_memory_of_small_collectives(reused_device_world, request):
     reused_device_world(2, "host").run_in_group(small_collectives)
 
 
-# More than the host path copies and sends at a time, just that, and just more.
+# Several pieces of the host path, exactly one, and slightly more than one.
 LONG = (3 * (1 << 20) + 5, 1 << 20, (1 << 20) + 1)  # of float32
 
 
 def long_messages(ctx: Ctx) -> int:
-    """In pieces on the host path, which must not get mixed up: several at once, by tags in another
-    order, to a receiver that names the source and to one that does not."""
+    """Pieces of several messages must not be mixed up: with tags in another order, and with a
+    receiver that names the source or does not."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
 
     def values(rank: int, tag: int) -> torch.Tensor:
@@ -175,7 +174,7 @@ def long_messages(ctx: Ctx) -> int:
         ctx.same(out, values(left, t), f"tag {t}")
     for work in works:
         work.wait()
-    # All to rank 0, which does not ask from whom; two of the same tag from each.
+    # Two messages of the same tag from each rank to rank 0, which receives from any source.
     if ctx.rank == 0:
         outs = [full(ctx, 0, LONG[0]) for _ in range(2 * (ctx.size - 1))]
         receives = [dist.irecv(out, tag=9) for out in outs]
@@ -198,7 +197,7 @@ def long_messages(ctx: Ctx) -> int:
 
 
 def longest_piece() -> int:
-    """Of the messages that the engine remembers, in bytes."""
+    """The size in bytes of the longest message that the engine has recorded."""
     groups = black_box.read(os.getpid()).groups
     sent = [op for group in groups for op in group.operations if op.kind in ("send", "recv")]
     return max(max(op.in_bytes, op.out_bytes) for op in sent)
@@ -225,7 +224,7 @@ def sizes_differ(ctx: Ctx, numels: tuple[int, int]) -> str:
 
 @pytest.mark.parametrize("numels", [(LONG[0], LONG[2]), (LONG[2], 7), (7, LONG[0])])
 def test_sizes_of_long_messages(reused_device_world, numels):
-    """Of the messages, not of the pieces that they travel in."""
+    """Errors name the sizes of the messages, not of their pieces."""
     for text in reused_device_world(2, "host").run_in_group(sizes_differ, numels):
         assert "MISMATCH" in text, text
         for numel in numels:
@@ -233,7 +232,7 @@ def test_sizes_of_long_messages(reused_device_world, numels):
 
 
 def timed_message(ctx: Ctx) -> None:
-    """What a message took is known, also where it had to wait for its pair."""
+    """The duration of a message is known, also of one that waited for the connection."""
     dist.distributed_c10d._get_default_group()._enable_collectives_timing()
     x = full(ctx, ctx.rank)
     for _ in range(2):
@@ -245,12 +244,12 @@ def timed_message(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("path", ["nccl", "host"])
-def test_what_a_message_took(reused_device_world, path):
+def test_duration_of_a_message(reused_device_world, path):
     reused_device_world(2, path).run_in_group(timed_message)
 
 
-def remembered(ctx: Ctx) -> list[tuple]:
-    """Of the messages of this test, what the black box knows."""
+def recorded(ctx: Ctx) -> list[tuple]:
+    """The records of this job's messages in the black box."""
     peer = 1 - ctx.rank
     x, y = full(ctx, 1), full(ctx, 1, 7)
     (dist.send if ctx.rank == 0 else dist.recv)(x, peer)
@@ -268,9 +267,9 @@ def remembered(ctx: Ctx) -> list[tuple]:
     return found
 
 
-def test_messages_are_remembered(fresh_device_world):
+def test_messages_are_recorded(fresh_device_world):
     long, short = 4 * NUMEL, 4 * 7
-    zero, one = fresh_device_world(2, "nccl").run(remembered)
+    zero, one = fresh_device_world(2, "nccl").run(recorded)
     assert zero == [
         ("send", 1, long, 0, "float32", "done"),
         ("send", 1, long, 0, "float32", "done"),
@@ -284,8 +283,8 @@ def test_messages_are_remembered(fresh_device_world):
 
 
 def late_messages(ctx: Ctx, how: str) -> str:
-    """After two good ones, the third has no partner, or one that comes in a batch. It is larger
-    than what NCCL buffers: a small one would end on its sender's side."""
+    """After two messages, the third has no counterpart, or one in a batch. It is too large for NCCL
+    to buffer; a small one would complete on the sender."""
     warm_up(ctx)
     call = dist.isend if ctx.rank == 0 else dist.irecv
     for _ in range(2):
@@ -313,7 +312,7 @@ def late_messages(ctx: Ctx, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["alone", "batch"])
-def test_messages_without_a_partner(fresh_device_world, how):
+def test_messages_without_a_counterpart(fresh_device_world, how):
     env = (("MYCOLL_CALL_SITES", "always"),)
     for found in fresh_device_world(2, "nccl", env=env).run(late_messages, how):
         assert "timed out after 1000 ms" in found, found
@@ -332,7 +331,7 @@ def place_of_a_batch(ctx: Ctx) -> str:
 
 
 def test_the_place_of_a_batch(fresh_device_world):
-    """It ends in a context manager of torch's, which is the library's affair."""
+    """The call site of a batch is the user's line, not the context manager in torch."""
     env = (("MYCOLL_CALL_SITES", "always"),)
     for site in fresh_device_world(2, "nccl", env=env).run(place_of_a_batch):
         assert site.startswith("test_device_messages.py:"), site
@@ -340,8 +339,6 @@ def test_the_place_of_a_batch(fresh_device_world):
 
 
 def beside_a_held_gil(ctx: Ctx) -> None:
-    """Rank 0 drops its tensors and holds the GIL; its part of operations goes on by itself."""
-    store = ctx.store("gil")
     numel = 1 << 18
 
     def strided() -> torch.Tensor:
@@ -357,27 +354,7 @@ def beside_a_held_gil(ctx: Ctx) -> None:
             dist.all_reduce(strided(), async_op=True),
         ]
 
-    for work in start():
-        work.wait()
-    for round_ in range(8):  # a machine may be too slow at times: once is enough
-        dist.barrier()
-        if ctx.rank == 0:
-            start()
-            store.set(f"holding {round_}", "")
-            ctypes.PyDLL(None).usleep(400_000)
-            has_ended = store.check([f"ended {round_}"])
-        else:
-            store.wait([f"holding {round_}"], timedelta(seconds=30))
-            time.sleep(0.1)
-            for work in start():
-                work.wait()
-            store.set(f"ended {round_}", "")
-            has_ended = True
-        verdict = torch.tensor([int(has_ended)])
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        if int(verdict):
-            return
-    ctx.fail("the operations ended only after the other rank had let go of the GIL")
+    jobs.gil.proceeds(ctx, start, keeps=False)
 
 
 def test_operations_beside_a_held_gil(reused_device_world):

@@ -1,15 +1,15 @@
-"""The rest of what a group can do with tensors on devices: memory of NCCL's, hooks, what a Work
-tells, variables; and what becomes of a group whose NCCL fails, or whose ranks were told different
-things."""
+"""Further features of groups with device tensors: memory of NCCL, hooks, methods of a Work,
+environment variables; and groups whose NCCL fails or whose ranks are configured differently."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,32 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import fsdp
+from jobs.forks import calls_of_work, refused_in_a_child
 from jobs.hooks import engines_log, helper_threads, hooks_that_raise
 from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device, training
-from worlds.device_tensors import NUMEL, Pool, full, here, is_all
-from worlds.worker import Ctx, write_coverage
+from worlds.device_tensors import NUMEL, Pool, full, here, is_all, warm_up
+from worlds.worker import Ctx
 
 PATHS = ("nccl", "host")
 ERRORS = (RuntimeError, ValueError)
-
-
-@pytest.fixture
-def standin(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--device") != "standin":
-        pytest.skip("needs the stand-in device")
-
-
-@pytest.fixture
-def scripted(request: pytest.FixtureRequest) -> None:
-    if not device.is_scripted(request.config.getoption("--device")):
-        pytest.skip("needs the stand-in in NCCL's place")
-
-
-def warm_up(ctx: Ctx) -> None:
-    dist.all_reduce(full(ctx, 1))
-    torch.accelerator.synchronize()
 
 
 # --- memory
@@ -67,7 +51,7 @@ def memory(ctx: Ctx) -> None:
     pool = Pool(ctx.device, address or 4096, size)
     for symmetric in (False, True):
         mycoll.register_mem_pool(pool, symmetric=symmetric)
-        mycoll.register_mem_pool(pool, symmetric=symmetric)  # what it holds by now
+        mycoll.register_mem_pool(pool, symmetric=symmetric)  # registers what was added
         if is_nccl:
             with ctx.raises(ValueError, "registered already"):
                 mycoll.register_mem_pool(pool, symmetric=not symmetric)
@@ -91,11 +75,9 @@ def test_memory_for_nccl(device_world):
 
 
 def memory_by_torchs_names(ctx: Ctx) -> None:
-    """What programs that are written for torch's nccl ask the group's backend for."""
+    """The methods of the backend that programs written for torch's nccl use."""
     backend = dist.group.WORLD._get_backend(ctx.device)
-    ctx.equal(
-        backend.supports_tensor_alloc(ctx.device), False, "before it is known how they travel"
-    )
+    ctx.equal(backend.supports_tensor_alloc(ctx.device), False, "before the path is chosen")
     with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
         backend._comm_ptr()
     warm_up(ctx)
@@ -154,13 +136,13 @@ def test_memory_by_torchs_names(fresh_device_world, path):
     fresh_device_world(2, path).run(memory_by_torchs_names)
 
 
-def test_memory_that_can_have_no_window(fresh_device_world):
+def test_memory_without_windows(fresh_device_world):
     env = (("STANDIN_NCCL", "window=none"),)
     fresh_device_world(2, "nccl", env=env).run(memory)
 
 
 def registers_late(ctx: Ctx) -> None:
-    """NCCL takes longer than the group's timeout, whatever that was at first."""
+    """Registration ends by the group's current timeout, although NCCL takes longer."""
     import mycoll
 
     warm_up(ctx)
@@ -206,12 +188,12 @@ def hooks(ctx: Ctx) -> None:
     if ctx.setup.path.startswith("nccl"):
         with ctx.raises(ERRORS, "beyond NCCL"):
             dist.all_reduce(x.to(torch.int16), group=group)
-        group._wait_for_pending_works()  # not for what was refused
+        group._wait_for_pending_works()  # does not wait for the call that was refused
     dist.destroy_process_group(group)
 
 
 def changed_from_another_thread(ctx: Ctx) -> None:
-    """Timeout, timing and hook, while calls run; for the thread sanitizer."""
+    """Sets timeout, timing and hook while calls run; for the thread sanitizer."""
     x, y = full(ctx, 1, 10), torch.ones(10)
     for _ in range(5):
         group = dist.new_group()
@@ -248,8 +230,9 @@ def test_changes_from_another_thread(device_world):
     device_world.run(changed_from_another_thread)
 
 
-def allocator_around_ours(ctx: Ctx) -> None:
-    """Another library's allocator asks ours, and a scope of shared tensors is opened again."""
+def wrapped_allocator(ctx: Ctx) -> None:
+    """Another library's allocator forwards to mycoll's; then a scope of shared tensors is
+    reopened."""
     import mycoll
     from mycoll import _C
 
@@ -264,18 +247,18 @@ def allocator_around_ours(ctx: Ctx) -> None:
             accelerator.wrap_cpu_allocator()
 
 
-def test_an_allocator_around_ours(fresh_device_world, standin):
-    fresh_device_world(1, "host").run(allocator_around_ours)
+def test_a_wrapped_allocator(fresh_device_world, standin):
+    fresh_device_world(1, "host").run(wrapped_allocator)
 
 
 def callback_that_throws(ctx: Ctx) -> None:
-    """A callback in C++, where nobody else catches: it ends neither the process nor the group."""
+    """An exception of a callback in C++ ends neither the process nor the group."""
     left, right = (ctx.rank - 1) % ctx.size, (ctx.rank + 1) % ctx.size
     x = torch.zeros(3)
     work = dist.irecv(x, left)
     accelerator.throw_after(work)
     with engines_log(1) as lines:
-        dist.barrier()  # before it no rank has received anything
+        dist.barrier()  # no rank receives anything before it
         dist.send(torch.ones(3), right)
         work.wait()
         end = time.monotonic() + 20
@@ -293,7 +276,7 @@ def test_a_callback_that_throws(device_world, standin):
 
 
 def future_of_rows(ctx: Ctx) -> None:
-    """A list for each rank, as on the CPU."""
+    """The result is a list of tensors for each rank, as on the CPU."""
     mine = [full(ctx, ctx.rank), full(ctx, 10 + ctx.rank)]
     rows = [[full(ctx, -1) for _ in mine] for _ in range(ctx.size)]
     found = dist.all_gather_coalesced(rows, mine, async_op=True).wait()
@@ -347,8 +330,8 @@ def completions(ctx: Ctx) -> None:
         ctx.equal(counted()[1], 1, "durations, with timing")
 
         dist.barrier()
-        if ctx.rank == 0:  # nobody else comes
-            time.sleep(0.2)  # for the parts of the block
+        if ctx.rank == 0:  # the other rank makes no call
+            time.sleep(0.2)  # until the parts of the block are counted
             total = sum(counted()[0].values())
             accelerator.abort_work(dist.all_reduce(x, group=group, async_op=True))
             time.sleep(0.2)
@@ -373,7 +356,7 @@ def test_hooks_that_raise(device_world):
 
 
 def hooks_of_what_fails(ctx: Ctx) -> None:
-    """They are called all the same, with a duration that nobody knows."""
+    """Hooks are also called for operations that fail, with an unknown duration."""
     seen: list[float] = []
     group = dist.new_group()
     group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
@@ -396,15 +379,15 @@ def test_hooks_of_what_fails(fresh_device_world):
 
 
 def hooks_beside_a_broken_device(ctx: Ctx) -> None:
-    """The device fails between the end of an operation and the question how long it took."""
+    """The device fails between the end of an operation and the query of its duration."""
     seen: list[float] = []
     group = dist.distributed_c10d._get_default_group()
     group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
     warm_up(ctx)
-    group._wait_for_pending_works()  # the watchdog asks for nothing any more
+    group._wait_for_pending_works()  # the watchdog makes no further queries
     for _ in range(5):
         work = dist.all_reduce(full(ctx, 1), async_op=True)
-        while not work.is_completed():  # from here on nobody asks the device whether it is
+        while not work.is_completed():  # when it is, the device is not queried for that again
             pass
         device.break_device("an illegal memory access")
         time.sleep(0.05)
@@ -419,11 +402,11 @@ def test_hooks_beside_a_broken_device(fresh_device_world, scripted, path):
     fresh_device_world(2, path).run(hooks_beside_a_broken_device)
 
 
-MANY = 3000  # hundreds are under way at a time
+MANY = 3000  # hundreds are in flight at a time
 
 
 def hooks_of_many(ctx: Ctx) -> None:
-    """Of hundreds that end while somebody looks, none is forgotten."""
+    """Hooks and futures of many operations that end concurrently are all called."""
     group = dist.new_group()
     seen: list[int] = []
     group._register_on_completion_hook(lambda info: seen.append(info.seq))
@@ -439,7 +422,7 @@ def hooks_of_many(ctx: Ctx) -> None:
     dist.destroy_process_group(group)
 
 
-def what_a_work_tells(ctx: Ctx) -> None:
+def work_methods(ctx: Ctx) -> None:
     x = full(ctx, ctx.rank)
     work = dist.all_reduce(x, async_op=True)
     ctx.equal(work.get_future_result().wait(), 0, "result code")
@@ -450,23 +433,23 @@ def what_a_work_tells(ctx: Ctx) -> None:
     is_all(ctx, x, sum(range(ctx.size)))
 
 
-def what_cpp_asks(ctx: Ctx) -> None:
-    """Of works on the device and on the CPU: their places in the group's order, and an end."""
+def cpp_methods_of_works(ctx: Ctx) -> None:
+    """Sequence numbers and abort() of works on the device and on the CPU."""
     standin = accelerator.load()
     for where in (ctx.device, torch.device("cpu")):
         group = dist.new_group()
         x = torch.ones(10, device=where)
-        places = []
+        numbers = []
         for _ in range(3):
             work = dist.all_reduce(x, group=group, async_op=True)
-            places.append(standin.sequence_of(work))
+            numbers.append(standin.sequence_of(work))
             work.wait()
-        # Without the collectives by which ranks connect for the device.
-        ctx.equal(places, [0, 1, 2], f"places, {where}")
-        everybody: list[Any] = [None] * ctx.size
-        dist.all_gather_object(everybody, places)
-        ctx.equal(everybody, [places] * ctx.size, f"alike on all ranks, {where}")
-        if ctx.rank == 0:  # nobody else comes
+        # mycoll's own collectives, which connect the ranks' devices, are not counted.
+        ctx.equal(numbers, [0, 1, 2], f"numbers, {where}")
+        all_numbers: list[Any] = [None] * ctx.size
+        dist.all_gather_object(all_numbers, numbers)
+        ctx.equal(all_numbers, [numbers] * ctx.size, f"equal on all ranks, {where}")
+        if ctx.rank == 0:  # the other rank makes no call
             work = dist.all_reduce(x, group=group, async_op=True)
             standin.abort_work(work)
         with ctx.raises(RuntimeError, "Work.abort"):
@@ -475,13 +458,13 @@ def what_cpp_asks(ctx: Ctx) -> None:
                 torch.accelerator.synchronize()
 
 
-def test_what_cpp_asks_of_works(fresh_device_world, standin):
+def test_cpp_methods_of_works(fresh_device_world, standin):
     for path in PATHS:
-        fresh_device_world(2, path).run(what_cpp_asks)
+        fresh_device_world(2, path).run(cpp_methods_of_works)
 
 
 def profiled(ctx: Ctx) -> None:
-    # NVIDIA's half of the profiler talks to a driver.
+    # NVIDIA's part of the profiler needs a driver.
     only = [torch.profiler.ProfilerActivity.CPU] if standin_cuda.is_here() else None
     with torch.profiler.profile(activities=only) as profile:
         dist.all_reduce(full(ctx, 1))
@@ -492,7 +475,7 @@ def profiled(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [hooks, hooks_of_many, what_a_work_tells, profiled], ids=lambda job: job.__name__
+    "job", [hooks, hooks_of_many, work_methods, profiled], ids=lambda job: job.__name__
 )
 @pytest.mark.worlds(2)
 def test_works(device_world, job):
@@ -508,7 +491,7 @@ def test_helper_threads(device_world):
 
 
 def extended_batch(ctx: Ctx) -> None:
-    """An ephemeral timeout lasts until the batch that was called first has ended."""
+    """An ephemeral timeout applies until the first batch after it has ended."""
     exchange = dist.irecv if ctx.rank == 0 else dist.isend
     x, y, message = (full(ctx, ctx.rank) for _ in range(3))
     for each in (x, y):
@@ -522,7 +505,7 @@ def extended_batch(ctx: Ctx) -> None:
     with dist._coalescing_manager(device=ctx.device, async_ops=True) as block:
         for each in (x, y):
             dist.all_reduce(each)
-    work = exchange(message, 1 - ctx.rank)  # which does not queue behind the batch
+    work = exchange(message, 1 - ctx.rank)  # not ordered after the batch
     block.wait()
     work.wait()
     is_all(ctx, x, ctx.size * sum(range(ctx.size)))
@@ -538,7 +521,7 @@ def test_an_extended_batch(fresh_device_world, path):
 
 
 def waits_with_timeout(ctx: Ctx, how: str) -> None:
-    """A wait that ends early leaves the operation running."""
+    """The operation continues after a wait that ends early."""
     warm_up(ctx)
     store = ctx.store(f"waits {how}")
     x = full(ctx, ctx.rank)
@@ -572,7 +555,7 @@ def test_a_wait_that_ends_early(device_world, how):
 
 
 def waits_on_the_host(ctx: Ctx) -> None:
-    """MYCOLL_CUDA_BLOCKING_WAIT: done when they return, whatever stream looks."""
+    """With MYCOLL_CUDA_BLOCKING_WAIT, operations are complete on return, for any stream."""
     warm_up(ctx)
     here, other = torch.accelerator.current_stream(ctx.device), torch.Stream(device=ctx.device)
     for mode in ("sync", "async"):
@@ -615,39 +598,20 @@ def test_the_timeout_can_be_set(fresh_device_world, path):
         assert 1.5 < took < 20, took
 
 
-WORKS_METHODS = ("wait", "is_completed", "is_success", "exception", "result", "synchronize")
-WORKS_METHODS += ("get_future", "get_future_result", "_source_rank", "_get_duration")
-
-
 def forked(ctx: Ctx) -> None:
-    """The child of a fork cannot use the group, and does the parent's no harm."""
+    """A forked child cannot use the group, and does not affect the parent."""
     warm_up(ctx)
     x = full(ctx, ctx.rank)
-    work = dist.all_reduce(x, async_op=True)
-    on_cpu = dist.all_reduce(torch.ones(3), async_op=True)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            answers = []
-            for call in (
-                lambda: dist.all_reduce(x),
-                *(getattr(each, name) for each in (work, on_cpu) for name in WORKS_METHODS),
-                *(lambda each=each: accelerator.abort_work(each) for each in (work, on_cpu)),
-            ):
-                try:
-                    call()
-                    answers.append("no error")
-                except RuntimeError as error:
-                    answers.append(str(error))
-            code = 0 if all("forked" in answer for answer in answers) else 2
-            del call, work, on_cpu
-            write_coverage()
-        os._exit(code)
-    work.wait()
-    on_cpu.wait()
+    works = {"a work": dist.all_reduce(x, async_op=True)}
+    works["a work on the CPU"] = dist.all_reduce(torch.ones(3), async_op=True)
+    calls: dict[str, Callable[[], object]] = {"all_reduce": lambda: dist.all_reduce(x)}
+    for name in works:
+        calls |= calls_of_work(name, works[name])
+        calls[f"abort of {name}"] = functools.partial(accelerator.abort_work, works[name])
+    refused_in_a_child(ctx, calls, works)
+    for work in works.values():
+        work.wait()
     is_all(ctx, x, sum(range(ctx.size)))
-    ctx.equal(os.waitpid(child, 0)[1], 0, "the child")
 
 
 @pytest.mark.worlds(2)
@@ -657,10 +621,10 @@ def test_a_fork(device_world):
     device_world.run(forked)
 
 
-# --- NCCL that fails, on the stand-in, which can be told to
+# --- NCCL that fails, on the stand-in
 
 
-def heard(ctx: Ctx) -> str:
+def error_of_calls(ctx: Ctx) -> str:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     try:
         for _ in range(600):
@@ -683,18 +647,18 @@ def heard(ctx: Ctx) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_nccl_says(fresh_device_world, request, script, texts):
+def test_errors_of_nccl(fresh_device_world, request, script, texts):
     on = request.config.getoption("--device")
     if on != "standin" and not device.is_scripted(on):
-        pytest.skip("only the stand-in can be told to fail")
+        pytest.skip("needs the stand-in for NCCL")
     world = fresh_device_world(2, "nccl", env=(("STANDIN_NCCL", script),))
-    answers = world.run(heard)
+    answers = world.run(error_of_calls)
     for text in texts:
         assert any(text.lower() in answer.lower() for answer in answers), answers
     assert all(answers), answers
 
 
-def told_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str) -> str:
+def configured_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str) -> str:
     os.environ[variable] = values[ctx.rank]
     ctx.init()
     try:
@@ -719,9 +683,11 @@ def told_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str
     ],
     ids=lambda value: value if isinstance(value, str) and value.isupper() else "",
 )
-def test_ranks_that_do_not_fit(fresh_device_world, scripted, variable, values, text, kind):
+def test_ranks_that_are_configured_differently(
+    fresh_device_world, scripted, variable, values, text, kind
+):
     world = fresh_device_world(2, "nccl", init=False)
-    for answer in world.run(told_differently, variable, values, kind):
+    for answer in world.run(configured_differently, variable, values, kind):
         assert answer.startswith("mycoll group '0': ") and text in answer, answer
 
 
@@ -745,7 +711,7 @@ def test_messages_of_ranks_that_do_not_fit(fresh_device_world, scripted):
 
 
 def shared_gpu(ctx: Ctx) -> None:
-    """Through host memory, unless the program has told NCCL that they may."""
+    """Ranks that share a GPU use host memory, unless the program has configured NCCL for that."""
     os.environ["STANDIN_BUS_ID"] = "0000:3b:00.0"
     os.environ["MYCOLL_CUDA"] = "auto"
     ctx.init()
@@ -763,11 +729,11 @@ def test_ranks_that_share_a_gpu(fresh_device_world, scripted):
     world = fresh_device_world(2, "nccl", init=False)
     world.run(shared_gpu)
     warned = [member.log_tail().count("through host memory") for member in world.members]
-    assert warned == [1, 0], "one warning says so"
+    assert warned == [1, 0], "one warning"
 
 
 def options_for_nccl(ctx: Ctx) -> None:
-    """They reach NCCL, which refuses these."""
+    """The options are passed to NCCL, which refuses these."""
     import mycoll
 
     options = mycoll.Options()
@@ -782,7 +748,7 @@ def test_options_for_nccl(fresh_device_world):
 
 
 def old_gpu(ctx: Ctx) -> None:
-    """NCCL reduces float8 on newer GPUs only: refused at the call, on all ranks, without harm."""
+    """NCCL reduces float8 only on newer GPUs. The call is refused on all ranks; the group works."""
     os.environ["STANDIN_CAPABILITY"] = "89" if ctx.rank == 1 else "90"
     ctx.init()
     x = full(ctx, 1)
@@ -798,7 +764,7 @@ def test_an_old_gpu(fresh_device_world, scripted):
 
 
 def old_library(ctx: Ctx) -> None:
-    """Of what it lacks only that is refused which cannot be done otherwise."""
+    """With an older NCCL, only calls without a replacement are refused."""
     import mycoll
 
     os.environ["MYCOLL_NCCL_LIBRARY"] = str(device.standins() / "required" / "libnccl.so.2")
@@ -816,7 +782,7 @@ def test_an_old_library(fresh_device_world, standin, scripted):
 
 
 def another_library(ctx: Ctx) -> None:
-    """What tests of a CUDA build do, which brings an NCCL of its own."""
+    """_use_nccl() selects the library, as tests with a CUDA build of torch need."""
     from mycoll import _C
 
     _C._use_nccl(str(device.standins() / "libnccl.so.2"))

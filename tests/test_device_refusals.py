@@ -1,5 +1,5 @@
-"""Mistakes in arguments of device tensors, and what NCCL cannot do: told at once, and the group
-stays usable."""
+"""Wrong arguments with device tensors, and operations that NCCL does not support, raise in the
+call, and the group remains usable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds.worker import Ctx
 
 
 def refused(ctx: Ctx) -> None:
-    """Mistakes in arguments are told at once, and cost nothing."""
+    """Wrong arguments raise in the call."""
     cpu, x = torch.ones(4), full(ctx, 1, 4)
     errors = (RuntimeError, ValueError, TypeError)
     with ctx.case("tensors of two devices in one call"), ctx.raises(errors):
@@ -25,7 +25,7 @@ def refused(ctx: Ctx) -> None:
         dist.all_gather_into_tensor(full(ctx, 0, 7), x)
     with ctx.case("dtypes"), ctx.raises(errors):
         dist.all_gather_into_tensor(full(ctx, 0, 8).int(), x)
-    with ctx.case("a rank that is not there"), ctx.raises(errors):
+    with ctx.case("a rank that does not exist"), ctx.raises(errors):
         dist.broadcast(x, 5)
     with ctx.case("no meaning"), ctx.raises(errors):
         dist.all_reduce(x, op=dist.ReduceOp.BAND)
@@ -34,7 +34,7 @@ def refused(ctx: Ctx) -> None:
 
 
 def refused_on_two_devices(ctx: Ctx) -> None:
-    """Lists of tensors from two devices, whichever comes first."""
+    """Lists of tensors on two devices, in either order."""
     count = torch.accelerator.device_count()
     if count < 2:
         return
@@ -67,7 +67,7 @@ def refused_on_two_devices(ctx: Ctx) -> None:
 
 
 def refused_by_nccl(ctx: Ctx) -> None:
-    """What NCCL cannot do, it is said; the group stays usable."""
+    """Operations that NCCL does not support raise; the group remains usable."""
     x = full(ctx, 1, 4)
     for dtype, op in ((torch.int16, "SUM"), (torch.int32, "BAND")):
         with ctx.case(f"{dtype} {op}"), ctx.raises((RuntimeError, ValueError), "NCCL"):

@@ -1,6 +1,6 @@
-"""Device tensors and streams: what an operation waits for, who waits for it, how long memory
-lives. On the stand-in device a mistake in any of these gives wrong numbers, or
-ends the process with a sentence."""
+"""Device tensors and streams: what an operation waits for, what waits for it, and how long memory
+lives. On the stand-in device a mistake in any of these gives wrong results or aborts the
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from jobs.streams import after_the_current_stream, host_goes_on
+from jobs.streams import after_the_current_stream, host_does_not_wait
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import arith
 from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
@@ -31,19 +31,19 @@ def test_order_on_the_current_stream(device_world):
 
 
 @pytest.mark.worlds(1, 2, paths=["nccl"])
-def test_the_host_goes_on(device_world):
-    device_world.run(host_goes_on)
+def test_the_host_does_not_wait(device_world):
+    device_world.run(host_does_not_wait)
 
 
 def side_by_side(ctx: Ctx) -> None:
-    """An async operation that waits for its peers does not hold up the caller's stream."""
+    """An async operation that waits for its peers does not block the caller's stream."""
     warm_up(ctx)
     store = ctx.store("side by side")
     x, y = full(ctx, ctx.rank + 1), full(ctx, 0)
     if ctx.rank == 0:
         work = dist.all_reduce(x, async_op=True)
         y.fill_(7)
-        here(ctx).synchronize()  # although the others have not even called
+        here(ctx).synchronize()  # although the other ranks have not called yet
         is_all(ctx, y, 7)
         ctx.equal(work.is_completed(), False, "completed without the others")
         store.set("go", "")
@@ -89,14 +89,14 @@ def works_end_unwaited(ctx: Ctx) -> None:
     while not work.is_completed() and time.monotonic() < end:
         time.sleep(0.001)
     ctx.equal(work.is_completed(), True, "completed")
-    if torch.__version__ >= "2.12":  # before, torch's own binding of it fails for every backend
+    if torch.__version__ >= "2.12":  # in earlier versions, torch's binding of it fails
         ctx.equal(work.exception() is None, True)
     work.wait()
     is_all(ctx, x, total(ctx))
 
 
 def barrier_waits(ctx: Ctx) -> None:
-    """After a barrier, what all ranks enqueued before it is done."""
+    """After a barrier, all work that any rank enqueued before it is done."""
     warm_up(ctx)
     x = full(ctx, 0)
     slow(ctx)
@@ -109,19 +109,19 @@ def barrier_waits(ctx: Ctx) -> None:
 
 
 def barrier_waits_for_copies(ctx: Ctx) -> None:
-    """Also for an operation whose last work is on a stream, and not done."""
+    """The barrier also waits for an operation whose last copy is enqueued but not done."""
     warm_up(ctx)
     for _ in range(20):
         work = dist.all_reduce(full(ctx, 1), async_op=True)
         future = work.get_future()
-        while not future.done():  # it becomes so when that work is on the stream
+        while not future.done():  # it is done when the copy is enqueued
             time.sleep(0.0001)
         dist.barrier()
         ctx.equal(work.is_completed(), True, "completed at the end of the barrier")
 
 
 def chained_without_a_wait(ctx: Ctx) -> None:
-    """The asynchronous operations of a group have the order of their calls on the device, too."""
+    """Asynchronous operations of a group run in the order of their calls on the device, too."""
     warm_up(ctx)
     for _ in range(10):
         x = full(ctx, 1)
@@ -133,7 +133,7 @@ def chained_without_a_wait(ctx: Ctx) -> None:
 
 
 def slow_callback(ctx: Ctx) -> None:
-    """What is chained to one result does not keep others waiting."""
+    """A callback of one result does not delay other results."""
     called = threading.Event()
     done = threading.Event()
 
@@ -142,7 +142,7 @@ def slow_callback(ctx: Ctx) -> None:
         done.wait(SOON)
 
     x = full(ctx, 1)
-    slow(ctx)  # what is chained to a result that is there runs in its caller
+    slow(ctx)  # a callback of a result that exists would run in its caller
     first = dist.all_reduce(x, async_op=True)
     chained = first.get_future_result().then(callback)
     ctx.equal(called.wait(SOON), True, "the callback is called")
@@ -154,7 +154,7 @@ def slow_callback(ctx: Ctx) -> None:
 
 
 def futures(ctx: Ctx) -> None:
-    """What a future gives is ordered on the current stream, chained or not."""
+    """The value of a future, chained or not, is ordered on the current stream."""
     warm_up(ctx)
     x = full(ctx, ctx.rank + 1)
     value = dist.all_reduce(x, async_op=True).get_future().wait()
@@ -202,7 +202,7 @@ def usage(ctx: Ctx) -> dict[str, int]:
 
 
 def dropped_tensors(ctx: Ctx, is_waited: bool) -> None:
-    """Tensors and works that nobody keeps: memory lives as long as needed, and not much longer."""
+    """The memory of tensors and works that are dropped lives as long as needed, and not longer."""
     warm_up(ctx)
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     before = usage(ctx)
@@ -228,12 +228,12 @@ def dropped_tensors(ctx: Ctx, is_waited: bool) -> None:
 
     for i in range(20):
         once(i)
-        garbage = [full(ctx, -1) for _ in range(4)]  # takes memory that was freed too early
+        garbage = [full(ctx, -1) for _ in range(4)]  # reuses memory that was freed too early
         del garbage
     dist.barrier()
     end = time.monotonic() + 5
     after = usage(ctx)
-    # The memory of operations that nobody waited for goes without another call.
+    # The memory of operations without a wait() is freed without another call.
     while after["live_bytes"] > before["live_bytes"] and time.monotonic() < end:
         time.sleep(0.05)
         after = usage(ctx)
@@ -249,7 +249,7 @@ def test_dropped_tensors(device_world, is_waited):
 
 
 def waited_on_another_stream(ctx: Ctx) -> None:
-    """wait() on a stream that is not the tensor's own, which then frees it."""
+    """wait() on a stream that is not the tensor's own; then the tensor is freed."""
     warm_up(ctx)
     other = torch.Stream(device=ctx.device)
     before = here(ctx)
@@ -260,7 +260,7 @@ def waited_on_another_stream(ctx: Ctx) -> None:
         work.wait()
         y = x + 1
         torch.accelerator.set_stream(before)
-        before.wait_stream(other)  # the caller's duty: x is freed in the order of `before`
+        before.wait_stream(other)  # the caller must do that: x is freed in the order of `before`
         del x, work
         with_garbage = full(ctx, -1)
         del with_garbage
@@ -269,7 +269,7 @@ def waited_on_another_stream(ctx: Ctx) -> None:
 
 
 def dropped_before_a_wait_on_another_stream(ctx: Ctx) -> None:
-    """Then nobody but the operation can know that the tensor's stream may give its memory away."""
+    """The input is dropped before wait(), so only the operation keeps its memory alive."""
     warm_up(ctx)
     other = torch.Stream(device=ctx.device)
     for _ in range(10):
@@ -279,7 +279,7 @@ def dropped_before_a_wait_on_another_stream(ctx: Ctx) -> None:
         with other:
             work.wait()
         del work
-        full(ctx, -1)  # in the same place, where that is free
+        full(ctx, -1)  # at the same address, if that is free
         here(ctx).wait_stream(other)
         for rank, part in enumerate(out.chunk(ctx.size)):
             is_all(ctx, part, rank + 1)
@@ -301,7 +301,7 @@ DELAY = (("STANDIN_DELAY_US", "2000"),)
 
 @pytest.mark.parametrize("path", ["nccl", "host"])
 def test_with_delays(fresh_device_world, path):
-    """The same again while every step of every stream takes its time."""
+    """The same jobs with a random delay before each task of each stream."""
     world = fresh_device_world(2, path, env=DELAY)
     for job in (after_the_current_stream, side_by_side, *JOBS, waited_on_another_stream, mixed):
         world.run(job)
@@ -313,7 +313,7 @@ def test_with_delays(fresh_device_world, path):
 
 
 def mixed(ctx: Ctx) -> None:
-    """Interleaved, in the same order on all ranks, sync and async."""
+    """CPU and device tensors interleaved, in the same order on all ranks, sync and async."""
     works = []
     for i in range(40):
         cpu, device = torch.full((100,), float(i)), full(ctx, i)
@@ -354,7 +354,7 @@ def test_cpu_and_device_tensors(device_world, job):
 
 
 def batches(ctx: Ctx) -> None:
-    """batch_isend_irecv behind slow work, then read at once."""
+    """batch_isend_irecv after slow work; the result is read immediately."""
     warm_up(ctx)
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for i in range(5):
@@ -373,7 +373,7 @@ def test_batches(device_world):
 
 
 def mixed_batches(ctx: Ctx) -> None:
-    """Messages of CPU and device tensors in one batch. What its future gives is ordered on the
+    """Messages of CPU and device tensors in one batch. The value of its future is ordered on the
     current stream, whichever part ends last."""
     warm_up(ctx)
     peer = 1 - ctx.rank
@@ -402,7 +402,7 @@ def test_the_future_of_a_mixed_batch(device_world):
 
 
 def operations_of_callbacks(ctx: Ctx, where: str) -> None:
-    """What a callback starts comes before what the program calls next, on all ranks."""
+    """Operations that a callback starts precede those that the program calls next, on all ranks."""
     warm_up(ctx)
     for i in range(10):
         a, b = full(ctx, 1), full(ctx, 10)
@@ -433,11 +433,11 @@ def test_operations_of_callbacks(device_world, where):
 
 class Refusing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        raise AssertionError(f"the program's mode was asked for {func}")
+        raise AssertionError(f"the program's mode was called for {func}")
 
 
 def under_a_mode(ctx: Ctx) -> None:
-    """What mycoll does for itself is not shown to the program's dispatch modes."""
+    """mycoll's own operators do not reach the program's dispatch modes."""
     backend = dist.group.WORLD._get_backend(ctx.device)
     x = full(ctx, ctx.rank)
     with Refusing():
@@ -471,7 +471,7 @@ def test_two_devices_of_one_rank(device_world):
     device_world.run(two_devices)
 
 
-# --- on which threads the program's objects end
+# --- threads that destroy the program's objects
 
 
 def ends_of_tensors(ctx: Ctx) -> list[str]:
@@ -495,6 +495,6 @@ def ends_of_tensors(ctx: Ctx) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["nccl", "host"])
-def test_threads_that_others_need_end_no_tensors(fresh_device_world, path):
+def test_engine_threads_destroy_no_tensors(fresh_device_world, path):
     for names in fresh_device_world(2, path).run(ends_of_tensors):
         assert names and not {"mycoll", "mycoll-watchdog"} & set(names), names

@@ -1,4 +1,4 @@
-"""The program behind `./dev gpu`, tried on the stand-in accelerator."""
+"""The program of `./dev gpu`, run on the stand-in accelerator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gpu(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess
 def smoke(
     folder: Path, *words: str, nccl: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Its program and what that printed; nccl: what the stand-in for NCCL is told."""
+    """Runs the smoke test; returns the process and its output. nccl: a script of the stand-in."""
     words = ("smoke", "--seconds", "240", "--folder", str(folder), *words)
     done = gpu(*words, environment={"STANDIN_NCCL": nccl})
     return done, done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_smoke(tmp_path: Path) -> None:
         assert step.name in line
         is_tried = step.name != "capture and replay" or torch.__version__ >= "2.12"
         assert ("ok" if is_tried else "--") in line
-    assert "the stand-in's times say nothing of a GPU" in text
+    assert "the stand-in's times are not those of a GPU" in text
     assert not list(tmp_path.glob("nccl-*")), "NCCL's logs, although nothing failed"
 
 
@@ -67,7 +67,7 @@ def test_a_red_step_has_a_control(tmp_path: Path) -> None:
     assert done.returncode == 1, text
     assert "0 of 2" in text
     assert text.count("control: over host memory it passes") == 2
-    assert "ncclAllReduce" in text, "the failure's own words"
+    assert "ncclAllReduce" in text, "the text of the failure"
     assert "ncclAllReduce" in (tmp_path / "02-init.log").read_text()
 
 
@@ -78,20 +78,20 @@ def test_steps_are_chosen_by_name_or_number() -> None:
 
 
 @pytest.mark.tools
-def test_smoke_comes_first_and_is_on_the_page(tmp_path: Path) -> None:
-    """It stops where nothing works, and nothing else is tried."""
+def test_smoke_runs_first_and_is_on_the_page(tmp_path: Path) -> None:
+    """If nothing works it stops, and nothing else runs."""
     environment = {"STANDIN_NCCL": "version=21000"}
     done = program(tmp_path, environment=environment)
     assert done.returncode == 1
     assert "NCCL 2.10.0" in done.stdout
-    assert "0 of 12: the first three failed" in done.stdout
-    assert "no control: torch's nccl has its own" in done.stdout
-    assert "the rest is left out" in done.stdout
+    assert "0 of 12: the first three steps failed" in done.stdout
+    assert "no control: torch's nccl has its own version" in done.stdout
+    assert "the rest is left out, because nothing works" in done.stdout
     (page,) = tmp_path.glob("*.md")
     text = page.read_text()
     assert f"smoke: FAILED (exit code {STOPPED})" in text
     assert "library and version" in text
-    assert "tests" not in text
+    assert "## tests" not in text
     assert list(tmp_path.glob("*-smoke/01-*.log"))
 
 
@@ -135,11 +135,11 @@ def test_benchmarks_and_page(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
-    """It is ended with all its processes, and the page written all the same."""
+    """It is ended with all its processes, and the page is still written."""
     pid_file = tmp_path / "pid"
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "job.py").write_text(code)
-    # As torchrun: the rank is in a session of its own, and ends if its launcher is asked to end.
+    # Like torchrun: the rank has its own session, and is ended when the launcher gets SIGTERM.
     (tmp_path / "launcher.py").write_text("""
 import signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -162,7 +162,7 @@ finally:
 
 
 @pytest.mark.tools
-def test_what_there_is_no_time_for(tmp_path: Path) -> None:
+def test_steps_without_time_are_left_out(tmp_path: Path) -> None:
     done = program(tmp_path, "--quick", "--only", "benchmarks", "--seconds", "1")
     assert done.returncode == 1, done.stdout + done.stderr
     (page,) = tmp_path.glob("*.md")
@@ -171,7 +171,7 @@ def test_what_there_is_no_time_for(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_tests_and_failures(tmp_path: Path) -> None:
-    """What fails is named on the page, and its output kept."""
+    """A failure is named on the page, and its output is kept."""
     done = program(tmp_path, "--only", "tests", "-k", "test_wrong_arguments")
     assert done.returncode == 0, done.stdout + done.stderr
     done = program(tmp_path, "--only", "tests", "-k", "nothing_is_called_so")

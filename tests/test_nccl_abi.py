@@ -1,8 +1,8 @@
-"""csrc/nccl/abi.h and the loader, against NVIDIA's own nccl.h and libnccl.so.2; and what the
-stand-in for CUDA's runtime knows of that.
+"""Compares csrc/nccl/abi.h and the loader with NVIDIA's nccl.h and libnccl.so.2, and the stand-in
+for CUDA's runtime with NVIDIA's headers.
 
-Neither is part of mycoll. They are looked for beside the torch at hand (a CUDA build brings both),
-in NCCL_PACKAGES (a folder such as site-packages), and in build/nccl, which `./dev nccl` fills.
+Neither is part of mycoll. They are searched beside the installed torch (a CUDA build has both), in
+NCCL_PACKAGES (a folder such as site-packages), and in build/nccl, which `./dev nccl` fills.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from worlds.nccl_packages import ROOT, packages, version_of
 
-# Where the CUDA headers that nccl.h includes lie in NVIDIA's packages, for CUDA 13 and 12.
+# The folders in NVIDIA's packages with the CUDA headers that nccl.h includes, for CUDA 13 and 12.
 CUDA = ["cu13", "cuda_runtime", "cuda_nvcc", "cuda_cccl"]
-ABSENT = "no nccl.h here: a CUDA build of torch brings one, `./dev nccl` fetches one"
+ABSENT = "no nccl.h here: a CUDA build of torch has one, `./dev nccl` fetches one"
 
 FOUND = packages() or [
     pytest.param(None, marks=pytest.mark.skip(reason=ABSENT), id="absent"),
@@ -29,7 +29,7 @@ def label(place: Path | None) -> str | None:
 
 
 def cuda_headers(place: Path) -> list[Path]:
-    """From the same packages if they are complete, else from fetched ones; nccl.h takes either."""
+    """The headers of the same packages if they are complete, else of fetched ones."""
     for root in [place, *(ROOT / "build/nccl").glob("*")]:
         folders = [root / "nvidia" / name / "include" for name in CUDA]
         needed = ["cuda_runtime.h", "crt/host_config.h", "nv/target"]
@@ -84,7 +84,7 @@ def test_standin_for_cuda(place: Path) -> None:
         ("char bytes[128]", "char bytes[64]", "ncclUniqueId is laid out differently"),
     ],
 )
-def test_a_mistake_is_noticed(tmp_path: Path, right: str, wrong: str, complaint: str) -> None:
+def test_a_mistake_is_detected(tmp_path: Path, right: str, wrong: str, complaint: str) -> None:
     if not packages():
         pytest.skip(ABSENT)
     text = (ROOT / "csrc/nccl/abi.h").read_text()

@@ -1,6 +1,6 @@
-"""NVIDIA's own NCCL where there is no GPU, as far as it goes: what a CUDA build of torch brings, or
-what `./dev nccl` fetched. Loaded once, asked for its version and ids; an init fails in clear words
-for want of a device, leaves nothing behind, and the process ends well."""
+"""NVIDIA's own NCCL on a machine without a GPU: that of a CUDA build of torch, or one that `./dev
+nccl` fetched. It is loaded once and returns its version and ids. Making a communicator fails with a
+clear error because there is no device, leaks nothing, and the process exits normally."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if torch.cuda.is_available():
     pytest.skip("there is a GPU: ./dev gpu runs NCCL on it", allow_module_level=True)
 
 FOUND = [place for place in packages() if (place / "nvidia/nccl/lib/libnccl.so.2").is_file()]
-ABSENT = "no libnccl.so.2 here: a CUDA build of torch brings one, `./dev nccl` fetches one"
+ABSENT = "no libnccl.so.2 here: a CUDA build of torch has one, `./dev nccl` fetches one"
 needs_cuda_torch = pytest.mark.skipif(
-    torch.version.cuda is None, reason="this torch is built without CUDA, so it brings no NCCL"
+    torch.version.cuda is None, reason="this torch is built without CUDA, so it has no NCCL"
 )
 
 
 @pytest.mark.skipif(not FOUND, reason=ABSENT)
 @pytest.mark.parametrize("place", FOUND, ids=version_of)
-def test_as_far_as_it_goes(place: Path) -> None:
-    """Below torch: version, ids, and communicators that cannot be made."""
+def test_without_a_gpu(place: Path) -> None:
+    """The C++ tests: version, ids, and communicators that cannot be made."""
     folder = os.environ.get("CPP_TEST_DIR")
     if not folder:
         pytest.skip("CPP_TEST_DIR is not set; ./dev test builds the C++ tests and sets it")
@@ -70,8 +70,8 @@ print(*before)
 
 
 @needs_cuda_torch
-def test_torchs_copy_is_taken_and_no_other() -> None:
-    """By whichever of the two ways torch has it: loaded, or beside it in the wheel."""
+def test_only_torchs_copy_is_used() -> None:
+    """torch may have loaded its NCCL, or have it beside it in the wheel."""
     files = finished(ONCE).split()
     assert len(files) <= 1, files
 
@@ -80,7 +80,7 @@ DOCTOR = "from mycoll.doctor import check_nccl\nfor each in check_nccl(): print(
 
 
 @needs_cuda_torch
-def test_the_doctor_names_it() -> None:
+def test_the_doctor_names_the_library() -> None:
     assert re.search(r"2\.\d+\.\d+, \S*libnccl\.so\.2", finished(DOCTOR))
 
 
@@ -90,10 +90,10 @@ dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(3)
 dist.all_reduce(x)
 dist.destroy_process_group()
-print("well")
+print("done")
 """
 
 
 @needs_cuda_torch
 def test_cpu_tensors_need_no_gpu() -> None:
-    assert finished(CPU_TENSORS) == "well\n"
+    assert finished(CPU_TENSORS) == "done\n"

@@ -1,4 +1,4 @@
-"""One-sided windows: mycoll.Window under every torch, and torch's own API for them from 2.14 on."""
+"""One-sided windows: mycoll.Window with any torch, and torch's own API (since 2.14)."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def is_mapped_here(ctx: Ctx, kind: str) -> bool:
 
 
 def resident() -> int:
-    """Bytes of this process's memory that are its own or mapped, as the kernel counts them."""
+    """The resident memory of this process in bytes, including mappings."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- what they do
+# --- puts, signals and mappings
 
 
-def everybody_puts(ctx: Ctx, kind: str) -> None:
+def all_ranks_put(ctx: Ctx, kind: str) -> None:
     for dtype, numel in ((torch.float32, 1), (torch.bfloat16, 5001), (torch.int64, 400_003)):
         with ctx.case(f"{dtype} {numel}"):
             memory = KINDS[kind](ctx.size, numel, dtype=dtype)
@@ -73,7 +73,7 @@ def everybody_puts(ctx: Ctx, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.worlds(2, 3, tcp=(2, 3))
 def test_every_rank_puts_to_every_rank(world, mycoll_only, kind):
-    world.run(everybody_puts, kind)
+    world.run(all_ranks_put, kind)
 
 
 def odd_sources(ctx: Ctx) -> None:
@@ -85,7 +85,7 @@ def odd_sources(ctx: Ctx) -> None:
     window.signal(right, False)
     window.wait_signal(left, False)
     ctx.same(memory, (torch.arange(24.0).view(4, 6) + left).t())
-    window.signal(left, False)  # it may be written again
+    window.signal(left, False)  # the memory may be written again
     window.wait_signal(right, False)
     window.put(torch.tensor(5.0).expand(3), right, 21, False)
     window.put(torch.empty(0), right, 24, False)
@@ -98,11 +98,11 @@ def odd_sources(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(3, tcp=(2,))
-def test_any_source_will_do(world, mycoll_only):
+def test_sources_that_are_not_contiguous(world, mycoll_only):
     world.run(odd_sources)
 
 
-def reads_where_it_lies(ctx: Ctx, numel: int) -> dict[str, int]:
+def reads_in_place(ctx: Ctx, numel: int) -> dict[str, int]:
     memory = mycoll.empty(numel)
     if ctx.rank == 0:
         memory.fill_(3)
@@ -121,19 +121,19 @@ def reads_where_it_lies(ctx: Ctx, numel: int) -> dict[str, int]:
         assert theirs.data_ptr() == memory.data_ptr()
     ctx.equal(window.get_attr(0).access_type.name, "UNIFIED")
     window.tensor_deregister()
-    ctx.equal(float(theirs[2, 0]), 3.0)  # as long as its owner has it
+    ctx.equal(float(theirs[2, 0]), 3.0)  # valid while the owner keeps the tensor
     dist.barrier()
     return {"heap": after[0] - before[0], "resident": after[1] - before[1]}
 
 
 @pytest.mark.worlds(2)
 def test_a_gigabyte_is_read_without_a_copy(world, mycoll_only):
-    for cost in world.run(reads_where_it_lies, (1 << 30) // 4):
+    for cost in world.run(reads_in_place, (1 << 30) // 4):
         assert cost["heap"] == 0 and cost["resident"] < 16 * MIB, cost
 
 
-def is_put_while_away(ctx: Ctx, kind: str) -> None:
-    """The target's program sleeps in Python, with the GIL let go of, and is in no call."""
+def puts_to_a_sleeping_rank(ctx: Ctx, kind: str) -> None:
+    """The target waits in Python without the GIL, and makes no call of mycoll."""
     numel = 40 * MIB // 4
     memory = KINDS[kind](numel)
     window = mycoll.new_window(memory)
@@ -151,12 +151,12 @@ def is_put_while_away(ctx: Ctx, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.worlds(2, tcp=(2,))
-def test_a_put_needs_no_call_of_its_target(world, mycoll_only, kind):
-    world.run(is_put_while_away, kind)
+def test_a_put_needs_no_call_of_the_target(world, mycoll_only, kind):
+    world.run(puts_to_a_sleeping_rank, kind)
 
 
 def on_subgroups(ctx: Ctx) -> None:
-    """Ranks are the group's."""
+    """A window of a subgroup uses the ranks of the subgroup."""
     pair = [0, 2]
     group = dist.new_group(pair)
     if ctx.rank in pair:
@@ -196,13 +196,13 @@ def by_torchs_api(ctx: Ctx) -> None:
     window.tensor_deregister()
 
 
-@pytest.mark.skipif(not HAS_TORCHS_OWN, reason="torch has windows from 2.14 on")
+@pytest.mark.skipif(not HAS_TORCHS_OWN, reason="torch has windows since 2.14")
 @pytest.mark.worlds(2)
 def test_by_torchs_own_api(world, mycoll_only):
     world.run(by_torchs_api)
 
 
-# --- what they refuse
+# --- errors
 
 
 def refusals(ctx: Ctx) -> None:
@@ -252,7 +252,7 @@ def refusals(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2, tcp=(2,))
-def test_what_they_refuse(world, mycoll_only):
+def test_wrong_arguments(world, mycoll_only):
     world.run(refusals)
 
 
@@ -266,11 +266,11 @@ def times_out(ctx: Ctx) -> Seen:
         return seen
     ctx.store("times out").wait(["done"], timedelta(seconds=30))
 
-    def go_on() -> None:
-        while True:  # it hears of the end in a moment
+    def repeat() -> None:
+        while True:  # the error arrives soon
             window.put(torch.zeros(1), 0, 0, False)
 
-    return attempt(go_on)
+    return attempt(repeat)
 
 
 def test_a_timeout_names_the_missing_rank(reused, mycoll_only, transport):
@@ -286,7 +286,7 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
     memory = KINDS[kind](ctx.size, MIB)
     window = mycoll.new_window(memory)
     theirs = window.map_remote_tensor(victim) if is_mapped_here(ctx, kind) else None
-    # Each rank writes a row of its own: others may hear of the death later, and put until then.
+    # Each rank writes its own row, because others may detect the death later and put until then.
     data = torch.ones(MIB)
     here = ctx.store("puts")
     if ctx.rank == victim and what == "during puts":
@@ -294,7 +294,7 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
     elif what == "before":
         kill_one(ctx, victim)
 
-    def go_on() -> None:
+    def repeat() -> None:
         here.set(str(ctx.rank), "")
         if what == "waited for":
             if ctx.rank == victim:
@@ -304,8 +304,8 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
         while True:
             window.put(data, victim, ctx.rank * MIB, False)
 
-    seen = attempt(go_on)
-    # A mapping stays good for who has it; the window itself lets go of the dead rank's memory.
+    seen = attempt(repeat)
+    # A mapping remains valid; the window itself releases the dead rank's memory.
     if theirs is not None:
         theirs[ctx.rank].fill_(4)
         ctx.equal(theirs[ctx.rank].unique().tolist(), [4.0])
@@ -323,8 +323,7 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
 
 
 def mapped_pages() -> int:
-    """Pieces of shared memory that this process has mapped beside its groups' arenas and rings:
-    here they are of 12 MiB and more."""
+    """The number of mappings of shared memory of at least 12 MiB, which are not arenas or rings."""
     found = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
@@ -354,8 +353,8 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def come_and_go(ctx: Ctx, kind: str) -> dict[str, int]:
-    """Closed by all, or dropped by some, with tensors of all sizes, and mappings kept or not."""
+def make_and_drop(ctx: Ctx, kind: str) -> dict[str, int]:
+    """Makes windows of many sizes, which are deregistered or dropped, some with mappings."""
     random = ctx.random("windows")
     other = (ctx.rank + 1) % ctx.size
     cost: dict[str, int] = {}
@@ -387,14 +386,15 @@ def come_and_go(ctx: Ctx, kind: str) -> dict[str, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.worlds(3, tcp=(2,))
 def test_memory_is_returned(world, mycoll_only, kind):
-    for cost in world.run(come_and_go, kind):
+    for cost in world.run(make_and_drop, kind):
         assert cost["fds"] <= 8, cost
         assert cost["regions"] <= 256 * MIB, cost
         assert cost["resident"] <= 300 * MIB, cost
 
 
 def freed_in_any_order(ctx: Ctx) -> None:
-    """Tensors before windows, windows before and after their group; puts go to nobody's memory."""
+    """Frees tensors before windows, and windows before and after their group. Puts to a window that
+    was dropped must not write to other tensors."""
     ctx.init("first")
     other = 1 - ctx.rank
     windows, views = [], []
@@ -409,7 +409,7 @@ def freed_in_any_order(ctx: Ctx) -> None:
     dist.barrier()
     for window in windows:
         window.put(torch.full((2_000_000,), 7.0), other, 0, False)
-    fresh = [shared(2_000_000) for _ in range(4)]  # where the dropped one's memory was, or not
+    fresh = [shared(2_000_000) for _ in range(4)]  # may reuse the memory of the dropped one
     for view in views:
         view.fill_(8)
     dist.barrier()
@@ -422,7 +422,7 @@ def freed_in_any_order(ctx: Ctx) -> None:
     del last
     windows.clear()
     for view in views:
-        view.fill_(9)  # of a tensor that its owner has freed by now, or soon: nobody's memory
+        view.fill_(9)  # the owner may have freed the tensor
     ctx.init("second")
     for tensor in fresh:
         ctx.equal(tensor.count_nonzero().item(), 0)
@@ -432,7 +432,7 @@ def freed_in_any_order(ctx: Ctx) -> None:
     ctx.equal(bytes_in_use(), 0)
 
 
-def test_they_end_in_any_order(fresh, mycoll_only, transport):
+def test_windows_are_freed_in_any_order(fresh, mycoll_only, transport):
     fresh(2, transport, init=False).run(freed_in_any_order)
 
 
@@ -449,21 +449,3 @@ def leaves_with_a_window(ctx: Ctx) -> Seen:
 def test_a_rank_that_has_left_is_named(reused, mycoll_only, transport):
     seen = reused(2, transport).run_in_group(leaves_with_a_window)[0]
     assert "rank 1 (" in seen.text and "has left the group" in seen.text, seen
-
-
-def in_a_child(ctx: Ctx) -> int:
-    window = mycoll.new_window(shared(10))
-    child = os.fork()
-    if child == 0:
-        seen = attempt(lambda: window.put(torch.zeros(1), 0, 0, False))
-        del window
-        os._exit(0 if "forked" in seen.text else 1)
-    status = os.waitpid(child, 0)[1]
-    window.put(torch.ones(1), 1 - ctx.rank, 0, False)
-    window.tensor_deregister()
-    return status
-
-
-@pytest.mark.worlds(2)
-def test_not_in_a_forked_child(world, mycoll_only):
-    assert world.run(in_a_child) == [0, 0]

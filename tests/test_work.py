@@ -1,14 +1,14 @@
-"""What torch.distributed promises of Work: waiting, asking, chaining, dropping."""
+"""The methods of Work that torch.distributed documents: waiting, querying, chaining, dropping."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import jobs.gil
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def states(ctx: Ctx) -> None:
             ctx.equal(work.wait(), True, "wait()")
             ctx.equal(work.is_completed(), True, "is_completed()")
             ctx.equal(work.is_success(), True, "is_success()")
-            # Before 2.12 torch's own binding of exception() fails for every backend.
+            # Before 2.12 torch's binding of exception() fails for every backend.
             if torch.__version__ >= "2.12":
                 ctx.equal(work.exception(), None, "exception()")
             work.synchronize()
@@ -80,7 +80,7 @@ def test_states_of_finished_work(world):
 
 
 def polled(ctx: Ctx) -> None:
-    """Work finishes without anyone waiting for it."""
+    """Work finishes although no thread waits for it."""
     for name, (start, check) in operations(ctx).items():
         with ctx.case(name):
             work = start()
@@ -156,7 +156,7 @@ def test_source_rank(world):
 
 
 def timeouts(ctx: Ctx) -> float:
-    """A wait that runs out says so, soon."""
+    """A wait that times out raises promptly."""
     if ctx.rank == 0:
         started = time.monotonic()
         work = dist.all_reduce(torch.ones(10), async_op=True)
@@ -175,7 +175,7 @@ def test_wait_with_a_timeout(reused, transport):
 
 
 def polled_too_long(ctx: Ctx, name: str) -> None:
-    """No thread waits for the operation, and nothing is chained to it."""
+    """No thread waits for the operation, and its future is not used."""
     x = torch.ones(10)
     store = ctx.store("polled")
     if ctx.rank == 0:
@@ -193,12 +193,12 @@ def polled_too_long(ctx: Ctx, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "irecv"])
-def test_timeout_of_what_is_polled(reused, transport, name, mycoll_only):
+def test_timeout_of_polled_work(reused, transport, name, mycoll_only):
     reused(2, transport).run_in_group(polled_too_long, name, timeout=0.5)
 
 
 def posted_early(ctx: Ctx) -> None:
-    """The timeout of a message counts from the time when the program waits for it."""
+    """The timeout of a message starts when the program waits for it."""
     x = torch.zeros(10)
     if ctx.rank == 0:
         work = dist.irecv(x, 1)
@@ -212,7 +212,7 @@ def posted_early(ctx: Ctx) -> None:
         ctx.equal(x.unique().tolist(), [3])
 
 
-def test_a_message_may_be_posted_long_before_it_is_waited_for(reused, transport):
+def test_a_message_may_be_posted_long_before_the_wait(reused, transport):
     reused(2, transport).run_in_group(posted_early, timeout=0.5)
 
 
@@ -281,7 +281,7 @@ def test_sequence_numbers(world):
 
 
 def overlap(ctx: Ctx) -> None:
-    """An async collective goes on while Python computes and nobody waits."""
+    """An async collective proceeds while Python computes, without a wait()."""
     x = torch.ones(2_000_000)
     work = dist.all_reduce(x, async_op=True)
     end = time.monotonic() + 30
@@ -308,7 +308,7 @@ def numpy_backed(numel: int) -> torch.Tensor:
 
 
 def known_storage(numel: int) -> torch.Tensor:
-    """Python knows the tensor's storage as well: dropping that needs the GIL, too."""
+    """A tensor whose storage also has a Python object, which needs the GIL to be dropped."""
     x = torch.ones(numel)
     x.keeper = x.untyped_storage()  # type: ignore[attr-defined]
     return x
@@ -318,7 +318,7 @@ def sparse(numel: int) -> torch.Tensor:
     return torch.ones(numel).to_sparse()
 
 
-# name -> starts an operation whose tensors nobody but the operation keeps, unless the Work does.
+# name -> starts an operation whose tensors are referenced only by the operation and its Work.
 UNKEPT: dict[str, Callable[[Ctx], Any]] = {
     "reduce_scatter_tensor": lambda ctx: dist.reduce_scatter_tensor(
         torch.empty(LARGE), torch.ones(LARGE * ctx.size), async_op=True
@@ -347,47 +347,19 @@ UNKEPT: dict[str, Callable[[Ctx], Any]] = {
 
 
 def while_the_gil_is_held(ctx: Ctx, name: str, keeps: bool) -> None:
-    """Operations go on while a C call holds the GIL, whoever holds their tensors last."""
-    gil_holder = ctypes.PyDLL(None)
-    store = ctx.store("gil")
-    start = UNKEPT[name]
-    start(ctx).wait()
-    for round_ in range(8):  # a machine may be too slow at times: once is enough
-        dist.barrier()
-        if ctx.rank == 0:
-            works = [start(ctx) for _ in range(4)]
-            if not keeps:
-                del works
-            store.set(f"holding {round_}", "")
-            gil_holder.usleep(400_000)
-            has_ended = store.check([f"ended {round_}"])
-            if keeps:
-                for work in works:
-                    work.wait()
-        else:
-            store.wait([f"holding {round_}"], timedelta(seconds=30))
-            time.sleep(0.1)
-            for work in [start(ctx) for _ in range(4)]:
-                work.wait()
-            store.set(f"ended {round_}", "")
-            has_ended = True
-        verdict = torch.tensor([int(has_ended)])
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        if int(verdict):
-            return
-    ctx.fail("the operations ended only after the other rank had let go of the GIL")
+    """Operations proceed without the GIL, whatever holds their tensors last."""
+    jobs.gil.proceeds(ctx, lambda: [UNKEPT[name](ctx) for _ in range(4)], keeps)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["works kept", "works dropped"])
 @pytest.mark.parametrize("name", UNKEPT)
-@pytest.mark.transports("shm", "tcp")
 @pytest.mark.worlds(2)
 def test_operations_beside_a_held_gil(world, name, keeps):
     world.run(while_the_gil_is_held, name, keeps)
 
 
-def futures_asked_for_before(ctx: Ctx, kind: str) -> None:
-    """Who has waited for the Work has the value, and what was chained has run."""
+def futures_made_before(ctx: Ctx, kind: str) -> None:
+    """After a wait for the Work, its future has a value, and its callbacks have run."""
     other = (ctx.rank + 1) % ctx.size
     for step in range(200):
         x = torch.full((4,), float(step))
@@ -414,11 +386,11 @@ def futures_asked_for_before(ctx: Ctx, kind: str) -> None:
 def test_a_future_is_complete_when_its_work_is(world, kind):
     if world.backend == "gloo" and kind == "messages":
         pytest.skip("gloo has no futures of messages")
-    world.run(futures_asked_for_before, kind)
+    world.run(futures_made_before, kind)
 
 
 def futures_of_messages(ctx: Ctx) -> Seen:
-    """Nobody sends, and nobody waits but by the future."""
+    """Rank 0 waits only for the future, and rank 1 does not send."""
     dist.barrier()
     if ctx.rank == 1:
         ctx.store("futures").wait(["done"], timedelta(seconds=60))

@@ -1,2 +1,2 @@
-"""What can only be tried on a GPU: tests beside torch's own nccl backend, and `./dev gpu`, which
-runs all tests of device tensors on CUDA, then the benchmarks, and writes down what came out."""
+"""Tests that need a GPU: comparisons with torch's own nccl backend, and `./dev gpu`, which runs all
+tests of device tensors on CUDA and the benchmarks, and writes a page of results."""

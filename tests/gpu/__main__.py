@@ -1,6 +1,6 @@
-"""On CUDA: twelve steps that say within 90 seconds whether it works (smoke.py, also alone, as
-`./dev gpu smoke`), the CPU time of calls and benchmarks beside torch's nccl, all tests of device
-tensors; and a dated page of what came out in benchmarks/results. `./dev gpu` builds first."""
+"""Tests mycoll on CUDA, and writes a dated page of results to benchmarks/results: a smoke test of
+twelve steps in at most 90 seconds (smoke.py, also `./dev gpu smoke`), the CPU time of calls and
+benchmarks beside torch's nccl, and all tests of device tensors. `./dev gpu` builds first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gpu.page import LEFT_OUT, Result, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-# What most programs need comes first.
+# The features that most programs need come first.
 FIRST = ("streams", "training", "capture", "messages", "contexts")
 SUITE = [
     *(f"tests/test_device_{name}.py" for name in FIRST),
@@ -43,7 +43,7 @@ SUITE = [
 OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier"
 
 _SECONDS_TO_START = 15  # for ranks, until they measure
-_SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
+_SECONDS_TO_END = 15  # for torchrun and pytest, after SIGINT or SIGTERM
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Plan:
     folder: Path
     stem: str  # of the files that are written
     quick: bool
-    ends: float = math.inf  # when all of it has to be over, by time.monotonic()
+    ends: float = math.inf  # when all steps must be done, by time.monotonic()
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -64,12 +64,12 @@ class Plan:
         return self.folder / f"{self.stem}.md"
 
     def write(self) -> None:
-        """After every step: what comes later may not come at all."""
+        """Called after every step, because later ones may never complete."""
         write_page(self.page, self.device, self.results)
 
     @property
     def worlds(self) -> list[int]:
-        """What is measured: one rank, two, and one for each device."""
+        """The sizes of worlds to measure: one rank, two, and one for each device."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         return sorted({1, 2, count})
 
@@ -83,8 +83,8 @@ def run(
     environment: dict[str, str] | None = None,
     shows: bool = False,
 ) -> None:
-    """A step, in processes of its own, and what it wrote to `rows`. Its output and what NCCL said
-    are kept where it failed; `shows`: the output is seen while it comes."""
+    """Runs a step in its own processes. If it fails, its output and NCCL's log are kept. rows: the
+    file of its results. shows: print its output while it runs."""
     left = plan.left
     if left <= 0:
         plan.results.append(Result(name, LEFT_OUT, 0.0, []))
@@ -94,7 +94,9 @@ def run(
     print(f"--- {name}", flush=True)
     words = f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
     log = plan.folder / f"{words}.log"
-    logs = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
+    logs = (
+        {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))
+    )  # the smoke test has its own log
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -110,8 +112,8 @@ def run(
             code = process.wait(max(1.0, min(seconds, left)))
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
-            # torchrun's workers are in sessions of their own: only it can end them. And pytest has
-            # something to say yet.
+            # torchrun's workers have their own sessions, so only torchrun can end them. And pytest
+            # prints a summary.
             for ending in (signal.SIGINT, signal.SIGTERM):
                 process.send_signal(ending)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +144,7 @@ def run(
 
 
 class Shower:
-    """Prints what is written to a file, as it comes."""
+    """Prints a file while it is written."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -165,7 +167,7 @@ class Shower:
 
 
 def smoke_test(plan: Plan) -> bool:
-    """False: nothing works, and there is no use in going on."""
+    """Returns False if nothing works, so that the other steps are pointless."""
     folder = plan.folder / f"{plan.stem}-smoke"
     command = [sys.executable, "-m", "gpu", "smoke", "--device", plan.device]
     command += ["--folder", str(folder)]
@@ -182,7 +184,7 @@ def tests(plan: Plan, words: list[str]) -> None:
 
 
 def benchmarks(plan: Plan, seconds: float) -> None:
-    """Each world by each path that it can take, the largest first; where NCCL serves, beside
+    """Measures each world over each path that it supports, the largest first; over NCCL beside
     torch's nccl."""
     pairs = [
         (size, path)
@@ -196,14 +198,14 @@ def benchmarks(plan: Plan, seconds: float) -> None:
 
 
 def launcher(size: int) -> list[str]:
-    """A host's own name need not resolve."""
+    """torchrun with an explicit address, because the name of a host may not resolve."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*command, "--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
 
 
 def cpu_time(plan: Plan, seconds: float) -> None:
-    """Beside torch's nccl, where a GPU serves each rank. In a rehearsal on idle stand-ins: with
-    calls that cost nothing, and with such as real ones may cost (a guess)."""
+    """Measures beside torch's nccl, if each rank has a GPU. In a rehearsal on idle stand-ins: with
+    calls that take no time, and with an estimate of real ones."""
     if plan.device != "cuda":
         return
     costs = ["0,0", "700,5000"] if standin_cuda.is_here() else [""]
@@ -226,7 +228,7 @@ def cpu_time(plan: Plan, seconds: float) -> None:
 
 def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
     rivals = "mycoll,nccl" if path != "host" and plan.device == "cuda" else "mycoll"
-    # Ranks that share a GPU take turns on it: large sizes would only take long.
+    # Ranks that share a GPU alternate on it, so large sizes would be slow.
     most = "64M" if path == "nccl" else "4M"
     rows = plan.folder / f"{plan.stem}-{size}x{path}.jsonl"
     command = [*launcher(size), "-m", "worlds.program", plan.device, path]
@@ -240,12 +242,12 @@ def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
 
 
 def rehearse() -> None:
-    """Goes on in a process that has the stand-ins instead of CUDA's runtime and NCCL."""
+    """Restarts this program with the stand-ins instead of CUDA's runtime and NCCL."""
     if not (torch.version.cuda or "").startswith("13."):
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         sys.exit(
             f"mycoll: a rehearsal needs a torch that is built for CUDA 13, and {torch.__version__} "
-            f"is built {built}: take another interpreter, ./dev gpu --rehearse --python PATH"
+            f"is built {built}: use another interpreter, ./dev gpu --rehearse --python PATH"
         )
     if not standin_cuda.is_here():
         os.environ["LD_PRELOAD"] = standin_cuda.preload()
@@ -260,26 +262,31 @@ def main() -> int:
         return smoke.main(sys.argv[2:])
     parser = argparse.ArgumentParser("./dev gpu", description=__doc__)
     parts = ["smoke", "tests", "cpu", "benchmarks"]
-    parser.add_argument("--only", choices=parts, help="a part of it")
-    parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
+    parser.add_argument("--only", choices=parts, help="run only this part")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny benchmarks, to check that they run"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=math.inf,
-        help="for all of it, shared by the parts; what is not over by then is left out",
+        help="a limit for all parts together; steps without time are left out",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where the page goes (benchmarks/results, build/rehearsal)"
+        "--folder", type=Path, help="the folder of the page (benchmarks/results, build/rehearsal)"
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="without a GPU: torch must be built for CUDA 13, whose runtime and NCCL are stand-ins",
+        help="run without a GPU, on stand-ins of CUDA's runtime and NCCL; needs torch for CUDA 13",
     )
     parser.add_argument(
-        "--device", choices=["cuda", "standin"], default="cuda", help="standin: to try this program"
+        "--device",
+        choices=["cuda", "standin"],
+        default="cuda",
+        help="standin: to test this program",
     )
-    args, words = parser.parse_known_args()  # the rest is pytest's
+    args, words = parser.parse_known_args()  # other arguments are for pytest
     if args.rehearse:
         rehearse()
     args.folder = args.folder or (ROOT / "build" / "rehearsal" if args.rehearse else RESULTS)
@@ -294,8 +301,8 @@ def main() -> int:
     wanted = [args.only] if args.only else ["smoke", "cpu", "benchmarks", "tests"]
     if "smoke" in wanted and not smoke_test(plan):
         wanted = []
-        print("the rest is left out: nothing of it can work")
-    # Of the time that there is, a sixth, then a third of what is left; the tests take the rest.
+        print("the rest is left out, because nothing works")
+    # A sixth of the time, then a third of the rest; the tests get what remains.
     if "cpu" in wanted:
         cpu_time(plan, plan.left / (6 if len(wanted) > 1 else 1))
     if "benchmarks" in wanted:

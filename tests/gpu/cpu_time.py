@@ -1,12 +1,13 @@
-"""How much CPU time operations on CUDA tensors take, beside torch's own nccl in the same processes.
+"""Measures the CPU time of operations on CUDA tensors, beside torch's own nccl in the same
+processes.
 
     torchrun --nproc-per-node 2 -m worlds.program cuda nccl gpu.cpu_time [seconds]
 
-Both take turns, many times; a row has medians over the rounds, and the median of the rounds' ratios
-with the middle half of them. `call` is how long the caller is held up, `cpu` what the whole process
-used, helper threads included, both in microseconds per operation; rank 0 prints the table. On an
-idle device (STANDIN_IDLE, see standins/device/standin_device.h) nothing is waited for, and little
-but torch and the two backends is left in it.
+The backends alternate for many rounds. A row has medians over the rounds, and the median of their
+ratios with its quartiles. `call` is the time until the call returns, and `cpu` the CPU time of the
+process including helper threads, both in microseconds per operation. Rank 0 prints the table. On an
+idle device (STANDIN_IDLE, see standins/device/standin_device.h) no call waits for the device, so
+that mostly torch and the two backends are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 BACKENDS = ("mycoll", "nccl")
 NUMEL = 1024
-IN_A_ROW = 100  # operations of a round; the device is waited for after each round
+IN_A_ROW = 100  # operations of a round, after which the device is synchronized
 
 Operation = Callable[[dist.ProcessGroup], None]
 
@@ -62,7 +63,7 @@ def operations(device: torch.device, rank: int, size: int) -> dict[str, Operatio
 
 
 def new_group(backend: str) -> None:
-    """Makes a group, connects it, and ends it."""
+    """Creates a group, connects it, and destroys it."""
     group = dist.new_group(backend=backend)
     dist.all_reduce(torch.empty(NUMEL, device="cuda"), group=group)
     torch.cuda.synchronize()
@@ -78,16 +79,14 @@ def idle() -> str:
 
 
 def timed(run: Callable[[], None]) -> tuple[float, float]:
-    """Microseconds that the caller and the process needed."""
+    """The microseconds that passed, and those of CPU time of the process."""
     cpu, wall = time.process_time_ns(), time.perf_counter_ns()
     run()
     return (time.perf_counter_ns() - wall) / 1e3, (time.process_time_ns() - cpu) / 1e3
 
 
-def take_turns(
-    run: Callable[[str], None], count: int, rounds: int, align: dist.ProcessGroup
-) -> str:
-    """The cells of a row, for one of `count` operations."""
+def alternate(run: Callable[[str], None], count: int, rounds: int, align: dist.ProcessGroup) -> str:
+    """Returns the cells of a row. Their times are those of one of `count` operations."""
     times: dict[str, list[tuple[float, float]]] = {backend: [] for backend in BACKENDS}
     for turn in range(rounds + 1):
         for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
@@ -128,11 +127,11 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|")
     for name, run, count in rows:
         once = torch.tensor([0.0])
-        for backend in (*BACKENDS, *BACKENDS):  # the second time it is connected
+        for backend in (*BACKENDS, *BACKENDS):  # the first call connects
             once[0] = timed(lambda run=run, backend=backend: run(backend))[0]
         dist.all_reduce(once, op=dist.ReduceOp.MAX, group=align)
         rounds = max(6, min(400, int(seconds / len(rows) / (2e-6 * once.item()))))
-        cells = take_turns(run, count, rounds, align)
+        cells = alternate(run, count, rounds, align)
         if rank == 0:
             print(f"| {name} | {cells} |", flush=True)
     if rank == 0:

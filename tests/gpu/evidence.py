@@ -1,4 +1,4 @@
-"""What NCCL says about a failure: its warnings, in a file for each process."""
+"""NCCL's warnings, in a file for each process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def nccl_log(folder: Path, stem: str = "nccl") -> Iterator[tuple[str, str]]:
-    """Variables by which NCCL writes there; what the user has set stands."""
+    """Variables that make NCCL log to this folder, unless the user has set them."""
     if "NCCL_DEBUG_FILE" not in os.environ:
         yield "NCCL_DEBUG_FILE", str(folder / f"{stem}-%h-%p.log")
     if "NCCL_DEBUG" not in os.environ:
         yield "NCCL_DEBUG", "WARN"
 
 
-def nccl_words(folder: Path, stem: str = "nccl", most: int = 3) -> list[str]:
+def nccl_warnings(folder: Path, stem: str = "nccl", most: int = 3) -> list[str]:
     """The last warnings of each file."""
     found = []
     for file in sorted(folder.glob(f"{stem}-*.log")):
@@ -25,7 +25,7 @@ def nccl_words(folder: Path, stem: str = "nccl", most: int = 3) -> list[str]:
 
 
 def drop_silent(folder: Path, stem: str = "nccl") -> None:
-    """Removes the files in which NCCL says no more than its version."""
+    """Removes the files without warnings."""
     for file in sorted(folder.glob(f"{stem}-*.log")):
         if "WARN" not in file.read_text(errors="replace"):
             file.unlink()

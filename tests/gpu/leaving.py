@@ -1,5 +1,5 @@
-"""python -m worlds.program DEVICE PATH gpu.leaving BACKEND PORT PREFIX: a rank that leaves one
-group later than the others, and then ends without having destroyed the next one."""
+"""python -m worlds.program DEVICE PATH gpu.leaving BACKEND PORT PREFIX: a rank that destroys one
+group later than the others, and then exits without destroying the next one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> None:
     torch.accelerator.set_device_index(device.index)
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
 
-    def meet(name: str) -> None:
+    def join(name: str) -> None:
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"{prefix}/{name}", store),
@@ -36,11 +36,11 @@ def main() -> None:
         if x[-1].item() != size:
             sys.exit(f"rank {rank}: all_reduce gave {x[-1].item()}, not {size}")
 
-    meet("late")
+    join("late")
     if rank != 0:
         time.sleep(LATE)
     dist.destroy_process_group()
-    meet("without")
+    join("without")
     print(f"ends at {time.monotonic()}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The page that `./dev gpu` writes: the machine, what passed, what was measured."""
+"""Writes the page of `./dev gpu`: the machine, the outcome of each step, and the measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mycoll.bench.result import Row
 from standins import cuda as standin_cuda
 from worlds.device import nccl_version
 
-LEFT_OUT = 1000  # no exit code is so large
+LEFT_OUT = 1000  # larger than any exit code
 ANSI = r"\x1b\[[0-9;]*m"
 
 
@@ -32,8 +32,8 @@ class Result:
     code: int
     seconds: float
     lines: list[str]
-    log: str = ""  # file with all of the output
-    rows: str = ""  # file with what was measured
+    log: str = ""  # the file of its whole output
+    rows: str = ""  # the file of its measurements
 
     @property
     def verdict(self) -> str:
@@ -42,7 +42,7 @@ class Result:
         if self.code == -signal.SIGKILL:
             return "STOPPED: took too long"
         if self.code == LEFT_OUT:
-            return "left out, there was no time for it"
+            return "left out, because there was no time for it"
         return f"FAILED (exit code {self.code})"
 
 
@@ -50,7 +50,7 @@ def machine(device: str) -> Iterator[str]:
     python = platform.python_version()
     yield f"mycoll {mycoll.__version__}, torch {torch.__version__}, Python {python}"
     if standin_cuda.is_here():
-        yield "a rehearsal without a GPU: times of the device say nothing"
+        yield "a rehearsal without a GPU: times of the device are meaningless"
     if device == "cuda":
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
@@ -64,34 +64,34 @@ def machine(device: str) -> Iterator[str]:
         preset = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "CUDA_"))]
         yield from (f"{name}={os.environ[name]}" for name in preset)
     else:
-        yield f"no GPU: the stand-in device ({device}), whose times say nothing"
+        yield f"no GPU: the stand-in device ({device}), whose times are meaningless"
     yield f"{os.cpu_count()} CPU cores, {platform.platform()}"
 
 
 @functools.cache
 def driver() -> tuple[str, ...]:
-    """What nvidia-smi says, where there is one."""
+    """Facts from nvidia-smi, if that is installed."""
     if not shutil.which("nvidia-smi"):
         return ()
 
-    def ask(*words: str) -> list[str]:
-        answer = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True)
-        return answer.stdout.splitlines() if answer.returncode == 0 else []
+    def output(*words: str) -> list[str]:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True)
+        return done.stdout.splitlines() if done.returncode == 0 else []
 
     def of_each(field: str) -> str:
-        return ", ".join(dict.fromkeys(ask(f"--query-gpu={field}", "--format=csv,noheader")))
+        return ", ".join(dict.fromkeys(output(f"--query-gpu={field}", "--format=csv,noheader")))
 
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     return (
         f"driver {of_each('driver_version') or 'unknown'}",
         f"MIG: {of_each('mig.mode.current') or 'unknown'}",
         f"MPS: {f'a server at {pipes}' if (pipes / 'control').exists() else 'none'}",
-        *(f"`{re.sub(ANSI, '', line)}`" for line in takewhile(str.strip, ask("topo", "-m"))),
+        *(f"`{re.sub(ANSI, '', line)}`" for line in takewhile(str.strip, output("topo", "-m"))),
     )
 
 
 def summary(result: Result) -> Iterator[str]:
-    """Its tables, pytest's last line, and the tests that it names below its failures."""
+    """Tables of the output, or pytest's last line and the tests in its summary."""
     tables = [line for line in result.lines if line.startswith("|")]
     if tables:
         yield from (*tables, "")
@@ -136,9 +136,9 @@ def write_page(page: Path, device: str, results: list[Result]) -> None:
         if result.rows:
             try:
                 lines += [*table(read_results(str(page.parent / result.rows))[1]), ""]
-            except ValueError as broken:  # it was stopped while it wrote
+            except ValueError as broken:  # the step was stopped while it wrote
                 lines += [f"{broken}", ""]
-            lines += [f"All of it: `{result.rows}`", ""]
+            lines += [f"All measurements: `{result.rows}`", ""]
         else:
             lines += [*summary(result), ""]
     page.write_text("\n".join(lines))

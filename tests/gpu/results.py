@@ -1,4 +1,4 @@
-"""What operations give on this rank: for comparing one backend with another."""
+"""Results of operations on this rank, for comparing one backend with another."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""./dev gpu smoke: in at most 90 seconds, does mycoll work on these GPUs? A line for each of twelve
-steps, as it happens. A step that fails is run over torch's own nccl as a control (on the stand-in
-device over host memory), so that its line says whether the fault is mycoll's.
+"""./dev gpu smoke: checks in at most 90 seconds whether mycoll works on these GPUs. Prints a line
+for each of twelve steps. A step that fails is repeated over torch's own nccl as a control (on the
+stand-in device over host memory), to show whether the fault is mycoll's.
 
-It needs one GPU, and takes as many ranks as there are GPUs, up to eight. On a single one it asks
-once whether torch's nccl can serve two ranks there; where not, it goes on with one rank, and does
-what needs two through host memory.
+It needs one GPU, and uses as many ranks as there are GPUs, up to eight. On a single one it checks
+once whether torch's nccl supports two ranks there. If not, it continues with one rank, and runs the
+steps that need two through host memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from worlds.pool import Options, Pool, Spec, World, WorldFailure
 from worlds.worker import Ctx
 
 from gpu import steps
-from gpu.evidence import drop_silent, nccl_log, nccl_words
+from gpu.evidence import drop_silent, nccl_log, nccl_warnings
 from gpu.leaving import LATE
 from gpu.steps import Found
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = 8  # lines of a failure; all of it is in the folder
+SHOWN = 8  # lines of a failure; the whole text is in the folder
 STOPPED = 2  # the exit code where the first three steps failed
-NOT_PROMISED = "no control: torch's nccl ends the process of those that are left"
+NO_CONTROL_FOR_DEATHS = "no control: torch's nccl ends the surviving processes"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,15 @@ class Step:
     name: str
     job: Callable[[Ctx], Found] | None  # on all ranks; None: programs that end by themselves
     needs_two: bool = False
-    no_control: str = ""  # why
+    no_control: str = ""  # why there is none
 
 
 STEPS = (
-    Step("library and version", steps.library, no_control="no control: torch's nccl has its own"),
+    Step(
+        "library and version",
+        steps.library,
+        no_control="no control: torch's nccl has its own version",
+    ),
     Step("init", steps.init),
     Step("results", steps.same_results),
     Step("asynchronous, on streams", steps.streams),
@@ -57,13 +61,13 @@ STEPS = (
     Step("capture and replay", steps.capture),
     Step("contexts on each GPU", steps.contexts),
     Step("call time, bandwidth", steps.speed),
-    Step("a killed rank", steps.killed, needs_two=True, no_control=NOT_PROMISED),
+    Step("a killed rank", steps.killed, needs_two=True, no_control=NO_CONTROL_FOR_DEATHS),
     Step("late destroy, and none", None),
 )
 
 
 class Failed(Exception):
-    """Of programs; the text says how."""
+    """A program has failed, as the text explains."""
 
 
 class Smoke:
@@ -81,7 +85,7 @@ class Smoke:
         return self.ends - time.monotonic()
 
     def settle(self, ranks: int | None) -> str:
-        """Chooses the world; returns what to say about it."""
+        """Chooses the world, and returns a line about it."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         size = ranks or min(max(count, 2), 8)
         paths = devices.paths(self.device, size, ["nccl"])
@@ -91,7 +95,7 @@ class Smoke:
         )
         if size <= count:
             return f"{size} ranks, a GPU each" if size > 1 else "one rank"
-        # Ranks that share a GPU: NCCL takes that for a mistake, unless it can be talked out of it.
+        # Ranks that share a GPU. NCCL refuses that, unless its check can be disabled.
         control = self.control(self.spec)
         try:
             self.in_world(control, steps.init)
@@ -99,13 +103,13 @@ class Smoke:
             (self.folder / "several-ranks-on-one-gpu.log").write_text(str(failure))
             self.spec = replace(self.spec, size=1, path="nccl")
             return (
-                f"torch's nccl cannot serve {size} ranks on one GPU here (several-ranks-on-one-gpu"
-                ".log): one rank, for which NCCL launches no kernel; what needs two goes through "
-                "host memory"
+                f"torch's nccl does not support {size} ranks on one GPU here "
+                "(several-ranks-on-one-gpu.log): using one rank, for which NCCL launches no "
+                "kernel, and host memory for the steps that need two"
             )
         finally:
             self.end(control)
-        return f"{size} ranks on {count} GPU ({path}: torch's nccl can do that here)"
+        return f"{size} ranks on {count} GPU ({path}: torch's nccl supports that here)"
 
     def missing(self, path: str) -> str:
         return devices.missing(self.device, path)
@@ -132,12 +136,12 @@ class Smoke:
         return found
 
     def end(self, spec: Spec) -> None:
-        """Its ranks, which would hold memory and perhaps hang on the device."""
+        """Kills the ranks, which would hold memory and might hang on the device."""
         if world := self.pool.worlds.pop(spec, None):
             world.kill()
 
     def programs(self, spec: Spec) -> Found:
-        """Ranks that are processes of their own, for their exit codes."""
+        """Runs ranks as programs, for their exit codes."""
         prefix = f"leaving{next(self.names)}"
         command = [sys.executable, "-m", "worlds.program", spec.device, spec.path, "gpu.leaving"]
         command += [spec.backend, str(self.pool.store_port), prefix]
@@ -168,8 +172,8 @@ class Smoke:
                 texts.append(f"rank {rank}: exit code {code}\n{output[-2000:]}")
             else:
                 slow.append(ended - float(found[1]))
-                words = [line for line in output.splitlines() if "mycoll" in line]
-                texts += [f"rank {rank} ended well, but says: {line}" for line in words]
+                lines = [line for line in output.splitlines() if "mycoll" in line]
+                texts += [f"rank {rank} succeeded, but printed: {line}" for line in lines]
         if texts:
             raise Failed("\n".join(texts))
         text = f"left {LATE:.0f} s apart; without destroy: exit code 0, {max(slow):.1f} s to end"
@@ -179,10 +183,10 @@ class Smoke:
         return self.programs(spec) if step.job is None else self.in_world(spec, step.job)
 
     def run(self, number: int, step: Step) -> Found | None:
-        """Prints a step's line, and what a failure left. None: it failed."""
+        """Runs a step, and prints its line and its failure. Returns None if it failed."""
         print(f"{number:2}  {step.name:26}", end="", flush=True)
         if self.left < 3:
-            print("red        there was no time left for it", flush=True)
+            print("red        there was no time left", flush=True)
             return None
         spec, by = self.spec, ""
         if step.needs_two and spec.size == 1:
@@ -200,38 +204,38 @@ class Smoke:
     def explain(self, number: int, step: Step, spec: Spec, text: str, took: float) -> None:
         log = self.folder / f"{number:02}-{re.sub('[^a-z0-9]+', '-', step.name.lower())}.log"
         log.write_text(text)
-        print(f"red {took:5.1f} s  all of it: {log}", flush=True)
+        print(f"red {took:5.1f} s  the whole text: {log}", flush=True)
         for line in itertools.islice(lines_of(text), SHOWN):
             print(f"      {line[:200]}")
-        for line in nccl_words(self.folder):
+        for line in nccl_warnings(self.folder):
             print(f"      NCCL: {line[:200]}")
         print(f"      {self.verdict(step, spec)}", flush=True)
 
     def verdict(self, step: Step, spec: Spec) -> str:
-        """Of the control."""
+        """Runs the control, and returns a line about it."""
         if step.no_control:
             return step.no_control
         if spec.path == "host":
-            return "no control: it went through host memory"
+            return "no control: the step used host memory"
         if self.left < 5:
-            return f"no control: there is no time left to try {self.beside()}"
+            return f"no control: there was no time left to run it over {self.beside()}"
         control = self.control(spec)
         try:
             found = self.do(step, control)
         except (WorldFailure, Failed) as failure:
             last = list(lines_of(str(failure)))[-1:]
-            return f"control: over {self.beside()} it fails, too: {''.join(last)[:160]}"
+            return f"control: it also fails over {self.beside()}: {''.join(last)[:160]}"
         finally:
             self.end(control)
         if not found.is_tried:
             return f"no control: {found.text}"
-        return f"control: over {self.beside()} it passes, so look for the fault in mycoll" + (
-            "" if self.device == "cuda" else "'s way to NCCL, or in NCCL"
-        )
+        place = "mycoll" if self.device == "cuda" else "mycoll's use of NCCL, or in NCCL"
+        return f"control: over {self.beside()} it passes, so the fault is in {place}"
 
 
 def lines_of(failure: str) -> Iterator[str]:
-    """Of a WorldFailure what tells most: who failed and by which words, without any stacks."""
+    """The lines of a WorldFailure that name the ranks and their errors, without stacks and
+    output."""
     for line in failure.splitlines():
         if line.startswith(("--- its output", "--- native stacks")):
             return
@@ -241,7 +245,7 @@ def lines_of(failure: str) -> Iterator[str]:
 
 
 def chosen(words: str) -> list[int]:
-    """Of "2,5" or "ddp,messages"."""
+    """The steps of "2,5" or "ddp,messages"."""
     found = []
     for word in words.lower().split(","):
         hits = [
@@ -250,18 +254,20 @@ def chosen(words: str) -> list[int]:
             if word == str(number) or (not word.isdigit() and word in step.name.lower())
         ]
         if not hits:
-            sys.exit(f"mycoll: no step is called '{word}'; there are 1 to {len(STEPS)}")
+            sys.exit(f"mycoll: there is no step '{word}'; steps are 1 to {len(STEPS)}")
         found += hits
     return sorted(set(found))
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("./dev gpu smoke", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90, help="for all of it (90)")
-    parser.add_argument("--only", default="", help="these steps: numbers or names, 2,7 or ddp")
-    parser.add_argument("--ranks", type=int, help="how many (one for each GPU, up to eight)")
-    parser.add_argument("--folder", type=Path, help="for logs of what fails (build/smoke)")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU, on stand-ins")
+    parser.add_argument("--seconds", type=float, default=90, help="a limit for all steps (90)")
+    parser.add_argument("--only", default="", help="numbers or names of steps: 2,7 or ddp")
+    parser.add_argument(
+        "--ranks", type=int, help="the number of ranks (one for each GPU, up to eight)"
+    )
+    parser.add_argument("--folder", type=Path, help="the folder for logs of failures (build/smoke)")
+    parser.add_argument("--rehearse", action="store_true", help="run without a GPU, on stand-ins")
     parser.add_argument("--device", choices=["cuda", "standin"], default="cuda")
     args = parser.parse_args(arguments)
     wanted = chosen(args.only) if args.only else list(range(1, len(STEPS) + 1))
@@ -290,7 +296,7 @@ def run_all(smoke: Smoke, wanted: list[int], began: float) -> int:
         good += found is not None
         untried += found is not None and not found.is_tried
         if done == 2 and number == 3 and good == 0:
-            print("0 of 12: the first three failed, and the others need them")
+            print("0 of 12: the first three steps failed, and the others need them")
             return STOPPED
     note = f", of which {untried} cannot be tried here (--)" if untried else ""
     print(f"{good} of {len(wanted)}{note}, in {time.monotonic() - began:.0f} s")

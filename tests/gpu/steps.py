@@ -1,12 +1,11 @@
-"""What the ranks of `./dev gpu smoke` do: each step is a function that runs on all of them, over
-mycoll, and as a control over what it is compared with. It returns what to print."""
+"""The steps of `./dev gpu smoke`: functions that run on all ranks, over mycoll and as a control
+over another backend. A function returns the text to print."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import arith, training
 from worlds.device import graph_on
 from worlds.device_tensors import NUMEL, full, here, is_all, total
+from worlds.threads import on_all
 from worlds.worker import Ctx, called
 
 from gpu import results
 
-SOON = 20.0  # seconds until a death is known
+SOON = 20.0  # seconds until a death must be detected
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 NUMELS = (1, 1000, 1 << 18)
 
@@ -36,7 +36,7 @@ NUMELS = (1, 1000, 1 << 18)
 @dataclass(frozen=True)
 class Found:
     text: str
-    is_tried: bool = True  # False: it cannot be done here, and the text says why
+    is_tried: bool = True  # False: impossible here, for the reason in the text
 
 
 def is_cuda(ctx: Ctx) -> bool:
@@ -45,7 +45,7 @@ def is_cuda(ctx: Ctx) -> bool:
 
 @contextlib.contextmanager
 def rival(ctx: Ctx) -> Iterator[dist.ProcessGroup | None]:
-    """A group of torch's own nccl; None for the stand-in device, which that does not serve."""
+    """A group of torch's own nccl; None for the stand-in device, which that does not support."""
     group = dist.new_group(backend="nccl") if is_cuda(ctx) else None
     yield group
     if group is not None:
@@ -54,39 +54,39 @@ def rival(ctx: Ctx) -> Iterator[dist.ProcessGroup | None]:
 
 
 def nccl_files() -> set[str]:
-    """Those that this process has loaded."""
+    """The NCCL libraries that this process has loaded."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[-1] for line in maps if "libnccl.so" in line}
 
 
 def library(ctx: Ctx) -> Found:
-    """The NCCL that mycoll finds, which has to be the one that torch uses."""
+    """mycoll must use the same NCCL as torch."""
     from mycoll import _C, doctor
 
     if not ctx.setup.path.startswith("nccl"):
         return Found("NCCL is not used here", False)
     before = nccl_files()
-    with contextlib.suppress(RuntimeError):  # an older one than 2.19 has no memory to give
+    with contextlib.suppress(RuntimeError):  # before 2.19 NCCL has no allocator
         _C._require_nccl_memory()
     files = nccl_files()
     if is_cuda(ctx):
-        ctx.equal(files - before, set(), "copies of NCCL beside what torch has loaded:")
+        ctx.equal(files - before, set(), "copies of NCCL besides the one that torch has loaded:")
         files = {torchs} if (torchs := doctor.nccl_file()) else files
     elif asked := os.environ.get("MYCOLL_NCCL_LIBRARY"):
         files = {file for file in files if Path(file).samefile(asked)}
     if not files:
-        ctx.fail("this process has loaded no libnccl.so: `mycoll doctor` says what torch brings")
+        ctx.fail("this process has loaded no libnccl.so: `mycoll doctor` shows what torch includes")
         return Found("")
     file, number = min(files), ctypes.c_int()
     ctypes.CDLL(file).ncclGetVersion(ctypes.byref(number))
     version = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
     if number.value < 21801:
         ctx.fail(f"NCCL {version} ({file}) is too old: mycoll needs 2.18.1")
-    return Found(f"NCCL {version}, {file}{', torch has the same' if is_cuda(ctx) else ''}")
+    return Found(f"NCCL {version}, {file}{', as torch' if is_cuda(ctx) else ''}")
 
 
 def init(ctx: Ctx) -> Found:
-    """Connects, in the job's group and in another one."""
+    """Connects the default group and another one."""
 
     def first(group: dist.ProcessGroup | None) -> float:
         x = full(ctx, ctx.rank + 1)
@@ -104,12 +104,12 @@ def init(ctx: Ctx) -> Found:
 
 
 def same_results(ctx: Ctx) -> Found:
-    """Every operation, beside torch's nccl; on the stand-in device beside CPU tensors."""
+    """Compares every operation with torch's nccl, or on the stand-in device with CPU tensors."""
     count, off = 0, 0
     with rival(ctx) as other:
         for dtype in DTYPES:
             for numel in NUMELS:
-                whole = (torch.arange(numel) % 3 + ctx.rank % 2).to(dtype)  # in any order the same
+                whole = (torch.arange(numel) % 3 + ctx.rank % 2).to(dtype)  # exact in any order
                 for name in results.OPERATIONS:
                     if name.endswith("AVG") and not dtype.is_floating_point:
                         continue
@@ -131,21 +131,21 @@ def same_results(ctx: Ctx) -> Found:
                 off += not torch.equal(got.cpu(), want.cpu())
                 ctx.same(got, want.cpu())
     beside_what = "CPU tensors" if not is_cuda(ctx) else "torch's nccl"
-    text = f"{count} results have the bits of {beside_what}"
+    text = f"{count} results equal those of {beside_what}"
     text += "; sums of random numbers differ in the last bits" if off else ", random numbers too"
     return Found(text)
 
 
 def streams(ctx: Ctx) -> Found:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        return Found("with CUDA_LAUNCH_BLOCKING the CPU waits in every call", False)
+        return Found("with CUDA_LAUNCH_BLOCKING every call blocks the CPU", False)
     jobs.streams.after_the_current_stream(ctx)
-    jobs.streams.host_goes_on(ctx)
-    return Found("work comes after its stream, the CPU goes on, readers wait")
+    jobs.streams.host_does_not_wait(ctx)
+    return Found("operations are ordered on their stream, and the CPU does not wait")
 
 
 def ddp(ctx: Ctx) -> Found:
-    """Trained beside one process that sees all batches, and beside torch's nccl."""
+    """Compares training with that of one process with all batches, and with torch's nccl."""
 
     def trained(group: dist.ProcessGroup | None) -> torch.nn.Module:
         net = training.model()
@@ -157,23 +157,25 @@ def ddp(ctx: Ctx) -> Found:
         net = trained(None)
         training.compare(ctx, net, training.reference(ctx), 1e-4)
         if other is None:
-            return Found(f"{training.STEPS} steps, weights as one process gets them")
+            return Found(f"{training.STEPS} steps, the weights equal those of one process")
         is_same = all(
             torch.equal(a, b)
             for a, b in zip(net.parameters(), trained(other).parameters(), strict=True)
         )
-    bits = "the bits of torch's nccl" if is_same else "not all the bits of torch's nccl"
-    return Found(f"{training.STEPS} steps, weights as one process gets them, {bits}")
+    bits = "bitwise" if is_same else "not bitwise"
+    text = f"{training.STEPS} steps, the weights equal those of one process and ({bits})"
+    return Found(f"{text} those of torch's nccl")
 
 
 def fsdp2(ctx: Ctx) -> Found:
     with ctx.device:
         fsdp.fsdp2(ctx)
-    return Found(f"{training.STEPS} steps, weights as one process gets them")
+    return Found(f"{training.STEPS} steps, the weights equal those of one process")
 
 
 def messages(ctx: Ctx) -> Found:
-    """A ring in a batch, and a message before a collective whose kernel waits for its receiver."""
+    """A ring in a batch, and a message before a collective: the kernel of its send waits for the
+    receiver."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     got = full(ctx, -1)
     ops = [dist.P2POp(dist.isend, full(ctx, ctx.rank), right), dist.P2POp(dist.irecv, got, left)]
@@ -196,9 +198,9 @@ def messages(ctx: Ctx) -> Found:
 
 def capture(ctx: Ctx) -> Found:
     if not is_cuda(ctx) and torch.__version__ < "2.12":
-        return Found("before torch 2.12 only CUDA says that it is being captured", False)
+        return Found("before torch 2.12 only CUDA has a query for captures", False)
     if not ctx.setup.path.startswith("nccl"):
-        return Found("only what goes through NCCL can be captured", False)
+        return Found("only operations over NCCL can be captured", False)
     x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
     for mode in ("sync", "async"):
         with ctx.case(mode):
@@ -222,35 +224,27 @@ def capture(ctx: Ctx) -> Found:
 
 
 def contexts(ctx: Ctx) -> Found:
-    """Of a thread that never chose a GPU, and of all that this process did before."""
-    failures: list[BaseException] = []
+    """No call creates a context on another GPU, also not in a thread that never chose a GPU."""
 
-    def work() -> None:
-        try:
-            x = full(ctx, 1)
-            for each in [dist.all_reduce(x, async_op=True) for _ in range(3)]:
-                each.wait()
-            dist.barrier()
-        except BaseException as error:
-            failures.append(error)
+    def work(_: int) -> None:
+        x = full(ctx, 1)
+        for each in [dist.all_reduce(x, async_op=True) for _ in range(3)]:
+            each.wait()
+        dist.barrier()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    for failure in failures:
-        raise failure
+    on_all(work, 1)
     found = jobs.contexts.contexts(ctx)
     ctx.equal(found, [ctx.device.index], "the GPUs on which this process has a context:")
     if torch.accelerator.device_count() == 1:
-        return Found("there is one GPU, so no other to make a context on", False)
-    return Found("each rank on its own GPU only")
+        return Found("there is only one GPU", False)
+    return Found("each rank has one on its own GPU only")
 
 
 def speed(ctx: Ctx) -> Found:
-    """How long a call holds the CPU, and what a large all_reduce carries; medians of turns."""
+    """Measures the CPU time of a call and the bandwidth of a large all_reduce, as medians."""
     small = full(ctx, 1, 1024)
     is_real = is_cuda(ctx) and not standin_cuda.is_here()
-    is_large = is_real and ctx.size <= torch.cuda.device_count()  # ranks that share one take turns
+    is_large = is_real and ctx.size <= torch.cuda.device_count()  # ranks that share one alternate
     large = full(ctx, 1, (64 if is_large else 1) << 18)
     calls, rounds = (100, 5) if is_cuda(ctx) else (20, 3)
 
@@ -283,15 +277,16 @@ def speed(ctx: Ctx) -> Found:
         return f"{each[0]:.1f} {unit}{beside}"
 
     carried = large.nbytes * 2 * (ctx.size - 1) / ctx.size
-    text = f"a call {line(0, lambda s: 1e6 * s, 'us')}, {large.nbytes >> 20} MiB "
+    text = f"a call takes {line(0, lambda s: 1e6 * s, 'us')}, {large.nbytes >> 20} MiB "
     if ctx.size == 1:
         return Found(text + f"{line(1, lambda s: 1e6 * s, 'us')}; one rank launches no kernel")
     text += line(1, lambda s: carried / s / 1e9, "GB/s")
-    return Found(text if is_real else f"{text}; the stand-in's times say nothing of a GPU")
+    return Found(text if is_real else f"{text}; the stand-in's times are not those of a GPU")
 
 
 def killed(ctx: Ctx) -> Found:
-    """The last rank is killed: the others hear who it was, and go on in a new group."""
+    """The last rank is killed. The others get an error that names it, and continue in a new
+    group."""
     last = ctx.size - 1
     x = full(ctx, 1)
     dist.all_reduce(x)
@@ -307,7 +302,7 @@ def killed(ctx: Ctx) -> Found:
         text = str(error)
     took = time.monotonic() - began
     if f"rank {last}" not in text:
-        ctx.fail(f"after {took:.1f} s nothing named rank {last}: {text or 'there was no error'}")
+        ctx.fail(f"no error named rank {last} within {took:.1f} s: {text or 'there was no error'}")
         return Found("")
     dist.destroy_process_group()
     dist.init_process_group(
@@ -316,5 +311,5 @@ def killed(ctx: Ctx) -> Found:
     y = full(ctx, ctx.rank + 1)
     dist.all_reduce(y)
     is_all(ctx, y, sum(range(1, last + 1)), "in the new group:")
-    ranks = "the survivor makes" if last == 1 else "the survivors make"
-    return Found(f"rank {last} is named after {took:.1f} s, and {ranks} a new group")
+    survivors = "the survivor creates" if last == 1 else "the survivors create"
+    return Found(f"an error names rank {last} after {took:.1f} s, and {survivors} a new group")

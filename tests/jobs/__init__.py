@@ -1,1 +1,1 @@
-"""Jobs of ranks that several files of tests run: on CPU tensors, on a device, with other faults."""
+"""Jobs of ranks that several files of tests run, on CPU tensors or on a device."""

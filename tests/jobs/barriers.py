@@ -9,7 +9,7 @@ from worlds.worker import Ctx
 
 
 def barriers(ctx: Ctx) -> None:
-    """Nobody leaves before the last one has come: a counter in the store tells."""
+    """No rank leaves a barrier before all have entered it, as a counter in the store shows."""
     store = ctx.store("barriers")
     for i in range(20):
         if ctx.rank == i % ctx.size:

@@ -77,7 +77,7 @@ def manager(ctx: Ctx, mode: str) -> None:
 
 
 def broken_batch(ctx: Ctx, group: dist.ProcessGroup | None, values: list[torch.Tensor]) -> None:
-    """Its first message is right, its second one is refused."""
+    """The first message of the batch is valid, and the second one is refused."""
     ops = [
         dist.P2POp(dist.isend, values[0], (ctx.rank + 1) % ctx.size, group),
         dist.P2POp(dist.irecv, values[1], (ctx.rank - 1) % ctx.size, group),
@@ -102,7 +102,7 @@ def broken_body_on_device(
 
 
 def broken_start(ctx: Ctx, group: dist.ProcessGroup | None, values: list[torch.Tensor]) -> None:
-    with _coalescing_manager(group, torch.device("meta")):  # which no backend serves
+    with _coalescing_manager(group, torch.device("meta")):  # no backend supports it
         dist.all_reduce(values[0], group=group)
 
 
@@ -128,7 +128,7 @@ BROKEN = (
 
 
 def after_a_broken_block(ctx: Ctx, group: dist.ProcessGroup | None = None) -> None:
-    """The group is as before, and what was in the block is neither sent nor kept."""
+    """The group works as before; operations of the block are neither run nor kept."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     backend = (group or dist.group.WORLD)._get_backend(ctx.device)
     for broken in BROKEN:
@@ -162,7 +162,7 @@ def after_a_broken_block(ctx: Ctx, group: dist.ProcessGroup | None = None) -> No
 
 
 def nested_blocks(ctx: Ctx) -> None:
-    """The inner one is refused, and the outer one goes on."""
+    """The inner block is refused, and the outer one continues."""
     x, y = (torch.full((3,), float(ctx.rank), device=ctx.device) for _ in range(2))
     with _coalescing_manager(device=ctx.device):
         dist.all_reduce(x)
@@ -173,7 +173,7 @@ def nested_blocks(ctx: Ctx) -> None:
 
 
 def blocks_of_two_threads(ctx: Ctx) -> None:
-    """A block belongs to the thread that has opened it."""
+    """A block belongs to the thread that opened it."""
     mine, theirs, blocks = (torch.full((3,), float(ctx.rank), device=ctx.device) for _ in range(3))
     got = torch.zeros(3, device=ctx.device)
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size

@@ -1,4 +1,4 @@
-"""Which devices a rank makes a context on."""
+"""The devices on which a rank has a context."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def ddp(ctx: Ctx) -> str:
         with ctx.case(f"{options}"):
             net = model()
             if ctx.rank:
-                for p in net.parameters():  # DDP has to begin by making them equal
+                for p in net.parameters():  # DDP must make them equal first
                     p.data.mul_(3)
             wrapped = DistributedDataParallel(net, **options)
             train(wrapped, [ctx.rank])
@@ -39,7 +39,7 @@ def ddp(ctx: Ctx) -> str:
 
 
 def accumulated(ctx: Ctx) -> None:
-    """no_sync(): gradients of several backward passes travel once."""
+    """no_sync(): gradients of several backward passes are reduced once."""
     wanted = model()
     for step in range(3):
         for rank in range(ctx.size):
@@ -56,6 +56,6 @@ def accumulated(ctx: Ctx) -> None:
             for earlier in range(2):
                 x, y = batch(earlier, ctx.rank)
                 nn.functional.mse_loss(alone(x), y).backward()
-            close(ctx, net[0].weight.grad, alone[0].weight.grad, "before it travels")
+            close(ctx, net[0].weight.grad, alone[0].weight.grad, "before the reduction")
     for got, want in zip(net.parameters(), wanted.parameters(), strict=True):
         close(ctx, got.grad, want.grad, "gradient", 1e-4)

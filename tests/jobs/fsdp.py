@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import (
-    fully_shard,
-)
+from torch.distributed.fsdp import fully_shard
 from worlds.training import compare, model, reference, train
 from worlds.worker import Ctx
 

@@ -8,7 +8,7 @@ from worlds.worker import Ctx
 
 
 def check(ctx: Ctx, group: dist.ProcessGroup, members: list[int]) -> None:
-    """A few operations in a group, for its members."""
+    """Runs a few operations in a group; all its members call this."""
     x = torch.full((1000,), float(ctx.rank))
     dist.all_reduce(x, group=group)
     ctx.equal(float(x[7]), float(sum(members)), f"all_reduce of {members}")

@@ -1,4 +1,4 @@
-"""Hooks that raise, helper threads, and what the engine logs meanwhile."""
+"""Hooks that raise, helper threads, and the engine's log."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from worlds.worker import Ctx
 
 
 def signals_blocked() -> list[tuple[str, int]]:
-    """Of our threads, the name and a bit for each signal that they do not take."""
+    """The name of each of mycoll's threads, and its mask of blocked signals."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
             status = (task / "status").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # one that has just ended
+            continue  # the thread has just ended
         lines = dict(line.split(":", 1) for line in status.splitlines())
         if lines["Name"].strip().startswith("mycoll"):
             found.append((lines["Name"].strip(), int(lines["SigBlk"], 16)))
@@ -31,15 +31,15 @@ def signals_blocked() -> list[tuple[str, int]]:
 
 
 def helper_threads(ctx: Ctx) -> None:
-    """One, with device tensors two; and while callbacks are run, one that runs them. Ctrl-C and a
-    user's own handlers are the business of the user's threads."""
+    """mycoll has one thread, two with device tensors, and another one while it runs callbacks. They
+    block signals, so that Ctrl-C and a user's handlers run on the user's threads."""
     wanted = ["mycoll", *(["mycoll-watchdog"] if ctx.setup.device else [])]
     seen: list[tuple[str, int]] = []
     future = dist.all_reduce(torch.ones(3, device=ctx.device), async_op=True).get_future()
     future.then(lambda _: seen.extend(signals_blocked())).wait()
     names: list[str] = []
     deadline = time.monotonic() + 10
-    while names != wanted and time.monotonic() < deadline:  # a thread gives itself its name
+    while names != wanted and time.monotonic() < deadline:  # a thread sets its own name
         seen += signals_blocked()
         names = [name for name, _ in signals_blocked() if name != "mycoll-callback"]
     ctx.equal(names, wanted)
@@ -50,7 +50,7 @@ def helper_threads(ctx: Ctx) -> None:
 
 @contextlib.contextmanager
 def engines_log(level: int) -> Iterator[Callable[[], list[str]]]:
-    """Collects the engine's lines up to this level (as MYCOLL_LOG's words, 1: failure)."""
+    """Collects the lines of the engine's log up to this level of MYCOLL_LOG (1: failure)."""
     with os.fdopen(os.memfd_create("log"), "r+b") as file:
         native()._log_to(f"/proc/self/fd/{file.fileno()}", level)
 
@@ -65,7 +65,7 @@ def engines_log(level: int) -> Iterator[Callable[[], list[str]]]:
 
 
 def hooks_that_raise(ctx: Ctx, failures: tuple[type[BaseException], ...]) -> None:
-    """The first exception of a hook is logged, with its group and operation; all else goes on."""
+    """The first exception of a hook is logged with its group and operation; all else continues."""
     for failure in failures:
         for level, lines_wanted in ((1, 1), (2, 3)):
             calls = []

@@ -31,7 +31,7 @@ def laid_out(kind: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor is a view of."""
+    """The whole memory of which a tensor is a view."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
 
 
@@ -122,7 +122,7 @@ def strided_tensors_of_scatter_and_gather(ctx: Ctx) -> None:
 
 
 def expanded_everywhere(ctx: Ctx) -> None:
-    """All ranks pass an expanded tensor, as they do in one program."""
+    """All ranks pass an expanded tensor."""
     for root in range(ctx.size):
         x = (torch.arange(3.0) + 10 * ctx.rank).expand(2, 3)
         dist.broadcast(x, root)

@@ -15,7 +15,7 @@ def neighbours(ctx: Ctx) -> tuple[int, int]:
 
 
 def ring(ctx: Ctx) -> None:
-    """Everyone sends right and receives from the left, in every mix of blocking and not."""
+    """Each rank sends to the right and receives from the left, blocking or not."""
     right, left = neighbours(ctx)
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         for numel in SIZES if dtype == torch.float32 else SIZES[:-1]:
@@ -98,7 +98,7 @@ def any_source(ctx: Ctx) -> None:
 
 
 def to_oneself(ctx: Ctx) -> None:
-    """Whichever comes first, the message or who takes it. (torch refuses send() and recv().)"""
+    """The send or the receive may be called first. (torch refuses send() and recv() to itself.)"""
     for numel in SIZES:
         parts = [arith.values(torch.float32, numel, i) for i in range(3)]
         with ctx.case(f"{numel} elements, tags taken in another order"):
@@ -123,7 +123,7 @@ def to_oneself(ctx: Ctx) -> None:
 
 
 def batch(ctx: Ctx) -> None:
-    """All pairs at once, in both directions, with several messages a pair."""
+    """Several messages between all pairs, in both directions, in one batch."""
     peers = [r for r in range(ctx.size) if r != ctx.rank or not ctx.gloo]
     for numel in (0, 1, 1000, 200_003):
         with ctx.case(f"{numel} elements"):
@@ -143,7 +143,7 @@ def batch(ctx: Ctx) -> None:
 
 
 def batch_one_sided(ctx: Ctx) -> None:
-    """Ranks with different batches, or none; what a pipeline does."""
+    """Ranks with different batches, or none, as in a pipeline."""
     right, left = ctx.rank + 1, ctx.rank - 1
     x = torch.full((1000,), float(ctx.rank))
     out = torch.zeros(1000)
@@ -158,7 +158,7 @@ def batch_one_sided(ctx: Ctx) -> None:
 
 
 def beside_collectives(ctx: Ctx) -> None:
-    """Unfinished sends and receives do not hold up collectives, nor the other way round."""
+    """Pending messages do not block collectives, and pending collectives do not block messages."""
     right, left = neighbours(ctx)
     outs = [torch.zeros(1000) for _ in range(8)]
     receives = [dist.irecv(out, left, tag=i) for i, out in enumerate(outs)]

@@ -1,4 +1,4 @@
-"""Ranks that disagree about what they are doing."""
+"""Ranks that call different operations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SOON = 20.0  # seconds; far below the timeout of the group
 
 
 class Mismatch(NamedTuple):
-    one: Callable[[int], object]  # what rank 0 does, given the world's size
+    one: Callable[[int], object]  # the call of rank 0, given the world's size
     others: Callable[[int], object]
-    texts: tuple[str, ...]  # all of these have to be in the message
+    texts: tuple[str, ...]  # all of these must be in the message
 
 
 def f32(numel: int) -> torch.Tensor:
@@ -94,16 +94,16 @@ MISMATCHES: dict[str, Mismatch] = {
 
 
 def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
-    """The text of the exception of this rank, and after how long it came."""
+    """The error of this rank, and the time until it was raised."""
     mismatch = MISMATCHES[name]
     call = mismatch.one if ctx.rank == 0 else mismatch.others
     started = time.monotonic()
     text = ""
     try:
-        # Something that works first. On a slow rank it may still be under way when the others fail.
+        # A valid call first. On a slow rank it may still run when the others fail.
         dist.all_reduce(torch.ones(4))
         call(ctx.size)
-        dist.barrier()  # e.g. a broadcast may be over here before the root knows
+        dist.barrier()  # e.g. a broadcast may complete here before the root detects the mismatch
     except dist.DistBackendError as error:
         text = str(error)
     return text, time.monotonic() - started

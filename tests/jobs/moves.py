@@ -1,4 +1,4 @@
-"""Operations that move data and compute nothing."""
+"""Operations that move data without computing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worlds import arith
 from worlds.worker import Ctx, called, stable_seed
 
 SIZES = (0, 1, 3, 17, 1000, 4099, 70_001)
-DEVICE_SIZES = (0, 17, 70_001)  # of all dtypes but the first: no path of a device depends on both
+DEVICE_SIZES = (0, 17, 70_001)  # for all dtypes but the first: no path depends on both
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex128, torch.bool)
 MODES = ("sync", "async")
 
@@ -92,7 +92,7 @@ def gather(ctx: Ctx) -> None:
                 called(mode, dist.gather, mine, outs, dst=root)
                 for r, out in enumerate(outs or ()):
                     ctx.same(out, parts[r], f"from rank {r}")
-                ctx.same(mine, parts[ctx.rank], "the input is untouched:")
+                ctx.same(mine, parts[ctx.rank], "the input is unchanged:")
 
 
 def scatter(ctx: Ctx) -> None:
@@ -111,7 +111,7 @@ def chunk(dtype: torch.dtype, numel: int, src: int, dst: int) -> torch.Tensor:
 
 
 def all_to_all(ctx: Ctx) -> None:
-    """Every pair of ranks exchanges its own number of elements, some of them none."""
+    """Each pair of ranks exchanges a different number of elements, which may be zero."""
     for name, mode, dtype, numel in cases(ctx, "all_to_all"):
         for kind in ("even", "uneven"):
             if ctx.skips(f"all_to_all/{kind}"):

@@ -1,4 +1,4 @@
-"""Operations that compute: their results against the reference arithmetic."""
+"""Reductions, compared with the reference arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worlds import arith
 from worlds.worker import Ctx, called
 
 SIZES = (0, 1, 3, 17, 1000, 4099)
-DEVICE_SIZES = (0, 17, 4099)  # of all dtypes but one: no path of a device depends on both
+DEVICE_SIZES = (0, 17, 4099)  # for all dtypes but one: no path of a device depends on both
 FACTORS = (0.5, 3.0, -1.25, 2.0, 0.125)  # exact in every float dtype
 PREMUL_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -18,7 +18,7 @@ def premul_sum(factor: float | torch.Tensor) -> dist.ReduceOp:
 
 
 def matrix(ctx: Ctx, function: str):
-    """(name, mode, dtype, op, numel) of every case of the matrix; sync and async take turns."""
+    """(name, mode, dtype, op, numel) of each case of the matrix, alternating sync and async."""
     turn = 0
     for dtype in arith.REDUCIBLE:
         for numel in SIZES if ctx.is_on_cpu or dtype == torch.float32 else DEVICE_SIZES:
@@ -129,7 +129,7 @@ def reduce_cases(ctx: Ctx) -> None:
             if ctx.rank == root:
                 ctx.same(x, arith.reduced(op, parts))
             elif not ctx.skips("reduce/untouched"):
-                ctx.same(x, parts[ctx.rank], "a rank that is not the root: untouched:")
+                ctx.same(x, parts[ctx.rank], "a rank that is not the root is unchanged:")
 
 
 def reduce_scatter_cases(ctx: Ctx) -> None:

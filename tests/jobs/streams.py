@@ -10,12 +10,12 @@ from worlds.worker import Ctx, called
 
 
 def after_the_current_stream(ctx: Ctx) -> None:
-    """What the caller's stream did before is there; what it does afterwards sees the result."""
+    """An operation runs after earlier work of the caller's stream and before later work."""
     warm_up(ctx)
     for own in (False, True):
         stream = torch.Stream(device=ctx.device) if own else here(ctx)
         for mode in ("sync", "async"):
-            with ctx.case(f"{mode} on {'a stream of its own' if own else 'the default stream'}"):
+            with ctx.case(f"{mode} on {'another stream' if own else 'the default stream'}"):
                 before = here(ctx)
                 torch.accelerator.set_stream(stream)
                 x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
@@ -30,8 +30,8 @@ def after_the_current_stream(ctx: Ctx) -> None:
                 torch.accelerator.set_stream(before)
 
 
-def host_goes_on(ctx: Ctx) -> None:
-    """Neither the call nor wait() blocks the host, although nothing can have happened yet."""
+def host_does_not_wait(ctx: Ctx) -> None:
+    """Neither the call nor wait() blocks the host, although the stream is held."""
     warm_up(ctx)
     for mode in ("sync", "async"):
         with ctx.case(mode):
@@ -40,5 +40,5 @@ def host_goes_on(ctx: Ctx) -> None:
                 x.fill_(ctx.rank + 1)
                 called(mode, dist.all_reduce, x)
                 y.copy_(x)
-                ctx.equal(here(ctx).query(), False, "the stream has come to its end")
+                ctx.equal(here(ctx).query(), False, "the stream is done")
             is_all(ctx, y, total(ctx))

@@ -16,13 +16,13 @@ from worlds.worker import Ctx, stable_seed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.float64)
 
-# Shared tensors are read where they lie from 128 KiB on, mostly the last two of these, and what is
-# reduced from 1 MiB on, mostly the last.
+# Shared tensors of 128 KiB and more are read in place, and of 1 MiB and more for reductions. For
+# most dtypes these are the last two sizes, and the last one.
 SIZES = (0, 1, 2, 63, 64, 1000, 4096, 30_011, 70_003, 300_001)
 STEPS = 150
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "all_to_all")
 KINDS += ("gather", "scatter", "coalesced", "objects", "p2p", "p2p", "barrier", "settle")
-OURS = ("put", "put", "operator", "operator")
+OWN_KINDS = ("put", "put", "operator", "operator")
 Check = Callable[[], None]
 
 
@@ -32,36 +32,36 @@ def pool(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Walk:
-    """One rank's walk. All random choices come from `rng`, which is the same on all ranks; but
-    `own`, which is not, says which of a step's tensors are shared where some are."""
+    """The walk of one rank. `rng` is the same on all ranks and makes all choices but one: `own`,
+    which is different on each rank, chooses which tensors of a step are shared."""
 
     def __init__(self, ctx: Ctx, seed: int) -> None:
         self.ctx = ctx
         self.seed = seed
         self.rng = random.Random(seed)
         self.own = random.Random(stable_seed(seed, ctx.rank))
-        # gloo has nothing of ours, and tensors on a device are not shared.
-        self.is_ours = not ctx.gloo and torch.get_default_device().type == "cpu"
-        self.share = 0.0  # of this step's tensors: those that are shared ones
+        # gloo has none of mycoll's own operations, and device tensors are not shared.
+        self.has_own_operations = not ctx.gloo and torch.get_default_device().type == "cpu"
+        self.share = 0.0  # the fraction of this step's tensors that are shared
         self.step = 0
         self.pending: list[tuple[dist.Work, Check, str]] = []
         members = [list(range(ctx.size))]
         if ctx.size > 2:
             members += [list(range(1, ctx.size)), list(range(0, ctx.size, 2))]
-        members.append(list(range(ctx.size)))  # the same ranks as the world, another group
+        members.append(list(range(ctx.size)))  # another group of the same ranks
         self.groups = [(m, dist.new_group(m)) for m in members[1:]]
         self.groups.append((members[0], dist.group.WORLD))
 
     def run(self) -> None:
         for self.step in range(STEPS):
             members, group = self.rng.choice(self.groups)
-            kind = self.rng.choice(KINDS + OURS if self.is_ours else KINDS)
+            kind = self.rng.choice(KINDS + OWN_KINDS if self.has_own_operations else KINDS)
             dtype, numel = self.rng.choice(DTYPES), self.rng.choice(SIZES)
             sync = self.rng.random() < 0.4
             root = self.rng.choice(members)
             tag = self.rng.randrange(3)
             order = self.rng.random()
-            self.share = self.rng.choice((0, 0.5, 1, 1)) if self.is_ours else 0
+            self.share = self.rng.choice((0, 0.5, 1, 1)) if self.has_own_operations else 0
             what = f"step {self.step} {kind} {dtype} {numel} of {members} sync={sync} root={root}"
             what += f" tag={tag} share={self.share}"
             if kind == "settle":
@@ -75,7 +75,7 @@ class Walk:
                 dist.destroy_process_group(group)
 
     def settle(self, order: float) -> None:
-        """Waits for all that is pending, in an order of each rank's own."""
+        """Waits for all pending works, in a different order on each rank."""
         random.Random(order + self.ctx.rank).shuffle(self.pending)
         for work, check, what in self.pending:
             with self.ctx.case(what):
@@ -91,7 +91,7 @@ class Walk:
             self.pending.append((work, check, what))
 
     def part(self, dtype: torch.dtype, numel: int, *key: int) -> torch.Tensor:
-        """Random values that all ranks know; only to be read."""
+        """Random values that each rank can compute. The result must not be written to."""
         values = pool(dtype, torch.get_default_device())
         begin = stable_seed(self.seed, self.step, *key) % (values.numel() - numel)
         return values[begin : begin + numel]
@@ -101,7 +101,7 @@ class Walk:
             self.ctx.same(one, want)
 
     def give(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's own: ordinary, or a view in the middle of a shared tensor."""
+        """Copies to an ordinary tensor, or to a view in the middle of a shared one."""
         if self.own.random() >= self.share:
             return values.clone()
         whole = mycoll.empty(values.numel() + 77, dtype=values.dtype)
@@ -167,7 +167,7 @@ class Walk:
     def all_to_all(self, what, members, group, dtype, numel, sync, root, tag) -> None:
         me = self.ctx.rank
 
-        def sent(of: int, to: int) -> torch.Tensor:  # with tag 0 as much to each
+        def sent(of: int, to: int) -> torch.Tensor:  # tag 0: the same amount to each rank
             return self.part(dtype, min(numel, 40_009) // (1 + tag * (of + 2 * to) % 3), of, to)
 
         ins = [sent(me, m) for m in members]
@@ -192,7 +192,7 @@ class Walk:
         self.ctx.equal(got == want, True)
 
     def operator(self, what, members, group, dtype, numel, sync, root, tag) -> None:
-        """One of torch.ops.mycoll, which have no asynchronous form."""
+        """An operator of torch.ops.mycoll. These have no asynchronous form."""
         me = members.index(self.ctx.rank)
         name = ("all_reduce_", "all_gather", "reduce_scatter")[tag]
         numel -= numel % len(members) if name == "reduce_scatter" else 0
@@ -209,8 +209,8 @@ class Walk:
             self.ctx.same(got, arith.reduced("SUM", slices))
 
     def put(self, what, members, group, dtype, numel, sync, root, tag) -> None:
-        """Into the right neighbour's window, or to where that is mapped. It is closed by all, or
-        dropped by each when it likes."""
+        """Puts into the right neighbour's window, or writes to its mapped memory. The window is
+        closed by all ranks, or dropped by each at any time."""
         n, at = len(members), members.index(self.ctx.rank)
         right, left = (at + 1) % n, (at - 1) % n
         memory = self.give(torch.zeros(numel + 5, dtype=dtype))
@@ -235,7 +235,7 @@ class Walk:
         self.finish(what, sync, dist.barrier(group=group, async_op=not sync), lambda: None)
 
     def p2p(self, what, members, group, dtype, numel, sync, root, tag) -> None:
-        """Everyone to its right neighbour, with a tag; receives are never blocking here."""
+        """Each rank sends to its right neighbour with a tag. Receives do not block."""
         n, at = len(members), members.index(self.ctx.rank)
         if n == 1:
             return

@@ -1,4 +1,4 @@
-"""What a work promises its caller."""
+"""Guarantees of Work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wait_with_enough_time(ctx: Ctx) -> None:
 
 
 def other_orders(ctx: Ctx) -> None:
-    """Works are waited for backwards, from other threads, by several threads, or never."""
+    """Waits in reverse order, from other threads, from several threads, or not at all."""
     tensors = [torch.full((1000 * (i + 1),), float(i)) for i in range(12)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     threads = [threading.Thread(target=w.wait) for w in works[:4] for _ in range(2)]
@@ -35,7 +35,7 @@ def other_orders(ctx: Ctx) -> None:
 
 
 def dropped(ctx: Ctx) -> None:
-    """Neither the Work nor the tensors have to be kept."""
+    """The caller need not keep the Work or the tensors."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for i in range(30):
         dist.all_reduce(torch.full((50_000,), float(i)), async_op=True)
@@ -56,7 +56,7 @@ def dropped(ctx: Ctx) -> None:
 
 
 def freed_at_once(ctx: Ctx) -> None:
-    """The results of work whose inputs were freed right after the call are right."""
+    """Results are right if the inputs are freed right after the call."""
     works = []
     for i in range(40):
         out = torch.zeros(20_000 * ctx.size)

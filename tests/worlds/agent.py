@@ -1,6 +1,6 @@
-"""python -m worlds.agent RESTARTS PROGRAM [ARGUMENTS]: torchrun's agent with two workers, which are
-forked from a process that has imported torch: each begins after milliseconds, not after seconds.
-What torchrun itself starts is in test_launchers.py and test_elastic.py."""
+"""python -m worlds.agent RESTARTS PROGRAM [ARGUMENTS]: runs torchrun's agent with two workers that
+are forked from a process that has imported torch, so that they start in milliseconds.
+test_launchers.py and test_elastic.py test torchrun itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worlds import servers
 
 
 def work(agent: int, environment: dict[str, str], program: str, *arguments: str) -> None:
-    for name, value in environment.items():  # the server has another one, and other files
+    for name, value in environment.items():  # the server has another environment, and other files
         os.environ.setdefault(name, value)
     for fd in (1, 2):
         os.dup2(os.open(f"/proc/{agent}/fd/{fd}", os.O_WRONLY | os.O_APPEND), fd)

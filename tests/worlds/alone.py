@@ -1,4 +1,4 @@
-"""A world of `mycoll bench` in which one rank is there."""
+"""A world of `mycoll bench` with one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mycoll.bench.world import World
 
 @dataclass(frozen=True)
 class Alone(World):
-    """A world whose other ranks are only counted."""
+    """A world whose other ranks exist only in its sizes."""
 
     def barrier(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Inputs that any rank can compute, and what a reduction of them has to give.
+"""Inputs that each rank can compute, and the expected results of reductions.
 
-The rule for numbers: one tree over rank numbers, in a wide type for the narrow floats, one rounding
-at the end.
+A reduction uses one tree over rank numbers, in a wide type for narrow floats, and rounds once at
+the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIGNED_OF = dict(zip(UNSIGNED, SIGNED, strict=True))
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """The reduce ops that have a meaning for a dtype (torch's Python refuses complex products)."""
+    """The reduce ops that are defined for a dtype (torch's Python refuses complex products)."""
     if dtype in COMPLEX:
         return ("SUM", "AVG")
     if dtype == torch.bool:
@@ -51,20 +51,20 @@ def reduce_op(name: str) -> dist.ReduceOp:
 # --- inputs
 
 
-# Jobs ask for the same numbers many times: for each operation, mode and root. To make them takes
-# longer than to send them.
+# Jobs need the same numbers many times, for each operation, mode and root. Making them takes longer
+# than sending them.
 KEPT_BYTES = 32 << 20
 _kept: dict[tuple[torch.dtype, tuple[int, ...], int], torch.Tensor] = {}
 
 
-# Larger tensors repeat a block of so many random elements: to make all of them takes much longer. A
-# prime, so that chunks of a tensor differ, whose places are multiples of powers of two.
+# Larger tensors repeat a block of this many random elements, which is much faster. It is a prime,
+# so that chunks of a tensor, whose offsets are multiples of powers of two, differ.
 PERIOD = 32_749
 
 
 def values(dtype: torch.dtype, shape: int | Sequence[int], seed: int) -> torch.Tensor:
-    """Random values for which order, width and rounding matter; on the default device. The tensor
-    is the caller's own."""
+    """Random values for which order, width and rounding matter, on the default device. The caller
+    may change the tensor."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     where = torch.get_default_device()
     with torch.device("cpu"):
@@ -114,7 +114,7 @@ def _values(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tens
 def random_bytes(
     dtype: torch.dtype, shape: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
-    """Any bit pattern, for dtypes whose values are all of them (or that are only moved)."""
+    """Random bit patterns, for dtypes in which each is a value (or that are only moved)."""
     tensor = torch.empty(tuple(shape), dtype=dtype)
     target = raw(tensor)
     target.copy_(torch.randint(0, 256, target.shape, generator=generator, dtype=torch.uint8))
@@ -122,7 +122,7 @@ def random_bytes(
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor; shares memory with it when it is contiguous."""
+    """The bytes of a tensor; shares memory with it if it is contiguous."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     start = tensor.storage_offset() * tensor.element_size()
@@ -141,8 +141,8 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 def reduced(
     op: str, parts: Sequence[torch.Tensor], factors: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """What every rank has to hold after reducing `parts`, given in rank order; computed on the CPU,
-    as a GPU divides by multiplying with the reciprocal."""
+    """The result of reducing `parts`, which are in rank order. Computed on the CPU, because a GPU
+    divides by multiplying with the reciprocal."""
     parts = [part.cpu() for part in parts]
     dtype = parts[0].dtype
     if op == "PREMUL_SUM":
@@ -162,7 +162,7 @@ def reduced(
 
 
 def _tree(pair: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Split at the largest power of two below their number, as docs/performance.md promises."""
+    """Splits at the largest power of two below their number, as docs/performance.md documents."""
     if len(parts) == 1:
         return parts[0]
     below = 1 << ((len(parts) - 1).bit_length() - 1)
@@ -210,7 +210,7 @@ def _reduced_unsigned(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = functools.reduce(_pair(op), views)
     if op == "AVG":
         n, bits = len(parts), torch.iinfo(signed).bits
-        # Unsigned division by way of a halved dividend, which is never negative.
+        # Unsigned division by means of the halved dividend, which is never negative.
         half = torch.bitwise_and(total >> 1, (1 << (bits - 1)) - 1)
         quotient = torch.div(half, n, rounding_mode="trunc").to(signed) << 1
         rest = total - quotient * n
@@ -227,7 +227,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, exact: bool = True) -> str
         return f"shape {tuple(got.shape)}, want {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype}, want {want.dtype}"
-    # NumPy, as torch compares one byte after the other.
+    # NumPy, because torch compares byte by byte.
     if got.numel() == 0 or np.array_equal(raw(got).numpy(), raw(want).numpy()):
         return ""
     if got.dtype.is_complex and got.dtype != torch.complex32:

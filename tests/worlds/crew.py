@@ -8,7 +8,7 @@
         crew.send(number, 21)
         assert crew.receive(number) == 42
 
-They are forked from a server that has imported torch, so each one begins after milliseconds."""
+They are forked from a server that has imported torch, so each one starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 120.0
 
 
 def begin(pipe: Connection, environment: dict[str, str], program: bytes) -> None:
-    os.environ.clear()  # it was the server's
+    os.environ.clear()  # inherited from the server
     os.environ.update(environment)
     run, arguments = pickle.loads(program)  # imports the program's modules
     run(pipe, *arguments)
@@ -76,7 +76,7 @@ class Crew:
         os.kill(pid, which)
 
     def kill(self, numbers: Sequence[int]) -> None:
-        """Returns when they have ended; they may have ended before."""
+        """Kills the processes, which may have ended before, and waits until they have ended."""
         for number in numbers:
             self._living[number][0].kill()
         for number in numbers:
@@ -85,7 +85,7 @@ class Crew:
             pipe.close()
 
     def join(self, number: int) -> None:
-        """Waits until it has ended by itself, without an error."""
+        """Waits until the process exits, without an error."""
         process, pipe = self._living.pop(number)
         process.join(PATIENCE)
         pipe.close()

@@ -1,9 +1,8 @@
-"""Worlds whose tensors are on a device: how a rank gets one, and how jobs written for CPU tensors
-run on it.
+"""Worlds whose tensors are on a device, and jobs for CPU tensors that run on a device.
 
-A device is "standin" (tests/standins) or "cuda"; a path is the way that tensors take: "nccl",
-"host" (staging and the CPU engine), and on one GPU for several ranks the two ways by which NCCL can
-be made to serve them.
+A device is "standin" (tests/standins) or "cuda". A path is the way in which tensors are
+transferred: "nccl", "host" (staging and the CPU engine), and, for several ranks on one GPU, two
+ways to make NCCL accept that.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# What a path needs in the environment of rank {rank}.
+# The environment of rank {rank} for each path.
 PATHS: dict[str, dict[str, str]] = {
     "nccl": {"MYCOLL_CUDA": "nccl"},
     "host": {"MYCOLL_CUDA": "host"},
-    "auto": {"MYCOLL_CUDA": "auto"},  # on the stand-in, which has no NCCL then: host, by agreement
+    "auto": {"MYCOLL_CUDA": "auto"},  # on the stand-in without NCCL, the ranks agree on host
     "nccl-auto": {"MYCOLL_CUDA": "auto"},  # with NCCL: nccl, unless ranks agree on host
-    # Several ranks on one GPU: NCCL believes in several hosts, each with the GPU to itself.
+    # Several ranks on one GPU: NCCL sees several hosts, each with its own GPU.
     "nccl-hosts": {
         "MYCOLL_CUDA": "nccl",
         "NCCL_HOSTID": "rank{rank}",
@@ -34,7 +33,7 @@ PATHS: dict[str, dict[str, str]] = {
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_MAX_CTAS": "2",
     },
-    # The same by permission, which NCCL 2.30.3 and later can give.
+    # The same with an option of NCCL 2.30.3 and later.
     "nccl-shared": {
         "MYCOLL_CUDA": "nccl",
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -51,7 +50,7 @@ def standins() -> Path | None:
 
 
 def missing(device: str, path: str) -> str:
-    """Why this path cannot be taken here; empty where it can."""
+    """Why this path cannot be used here; empty if it can."""
     if device == "cuda":
         if not torch.cuda.is_available():
             return "no GPU that torch can use"
@@ -61,13 +60,13 @@ def missing(device: str, path: str) -> str:
         return "the stand-ins are not built; ./dev builds them"
     elif path.startswith("nccl") and not (standins() / "libnccl.so.2").exists():
         return "the stand-in for NCCL is not built"
-    elif path == "auto" and brings_nccl():
-        return "torch's own NCCL would be taken for the stand-in device"
+    elif path == "auto" and torch_has_nccl():
+        return "mycoll would use torch's own NCCL for the stand-in device"
     return ""
 
 
 def paths(device: str, size: int, wanted: Sequence[str]) -> list[str]:
-    """The wanted ones; where ranks share a GPU, by the two ways of making NCCL accept that."""
+    """The wanted paths. If ranks share a GPU, "nccl" becomes the two paths that allow it."""
     if device != "cuda" or size <= torch.cuda.device_count():
         return list(wanted)
     found = []
@@ -77,7 +76,7 @@ def paths(device: str, size: int, wanted: Sequence[str]) -> list[str]:
 
 
 def nccl_version() -> int:
-    """Of the library that torch calls, which LD_PRELOAD may have replaced; 0 where it has none."""
+    """The version of the NCCL that torch calls, which LD_PRELOAD may have replaced; 0 if none."""
     from mycoll import doctor
 
     if not torch.distributed.is_nccl_available():
@@ -88,18 +87,18 @@ def nccl_version() -> int:
 
 def environment(device: str, path: str, rank: int) -> dict[str, str]:
     values = {name: value.format(rank=rank) for name, value in PATHS[path].items()}
-    if device == "standin" and path.startswith("nccl") and not brings_nccl():
+    if device == "standin" and path.startswith("nccl") and not torch_has_nccl():
         values["MYCOLL_NCCL_LIBRARY"] = str(standins() / "libnccl.so.2")
     return values
 
 
-def brings_nccl() -> bool:
-    """Whether torch has loaded an NCCL of its own, beside which no other would be taken."""
+def torch_has_nccl() -> bool:
+    """Whether torch has its own NCCL, which mycoll then uses instead of another one."""
     return torch.distributed.is_nccl_available()
 
 
 def rehearse() -> None:
-    """Where torch's CUDA is on stand-ins: `./dev gpu --rehearse`."""
+    """Loads the kernels of the stand-in for CUDA, if this is `./dev gpu --rehearse`."""
     from standins import cuda
 
     if cuda.is_here():
@@ -107,10 +106,10 @@ def rehearse() -> None:
 
 
 def is_scripted(device: str) -> bool:
-    """Whether ranks find no NCCL but the stand-in, which STANDIN_NCCL tells what to do."""
+    """Whether ranks use the stand-in for NCCL, which STANDIN_NCCL can script."""
     from standins import cuda
 
-    return cuda.is_here() if device == "cuda" else not brings_nccl()
+    return cuda.is_here() if device == "cuda" else not torch_has_nccl()
 
 
 def nccl(device: str) -> ctypes.CDLL:
@@ -118,31 +117,29 @@ def nccl(device: str) -> ctypes.CDLL:
     return ctypes.CDLL("libnccl.so.2" if device == "cuda" else str(standins() / "libnccl.so.2"))
 
 
-def tell_nccl(script: str) -> None:
-    """From here on the stand-in does this, in this process (as STANDIN_NCCL, which says it from the
-    start)."""
+def script_nccl(script: str) -> None:
+    """Replaces the script of the stand-in in this process, which STANDIN_NCCL sets at the start."""
     ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_script(script.encode())
 
 
 def count_nccl(what: str) -> int:
-    """How often the stand-in's function was called in this process, or what else it counts."""
+    """How often this process has called a function of the stand-in, or another of its counters."""
     count = ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_count
     count.restype = ctypes.c_int64
     return int(count(what.encode()))
 
 
 def break_device(sentence: str) -> None:
-    """From here on the stand-in answers with this error to whoever asks for an event or a stream of
-    this process; empty: no more."""
+    """From now on, queries of events and streams of this process return this error; empty: none."""
     ctypes.CDLL(None).mycoll_standin_break(sentence.encode())
 
 
 def start(device: str, path: str, rank: int) -> torch.device:
-    """Makes the device known to torch and mycoll, and a rank's own one the current one."""
+    """Registers the device with torch and mycoll, and makes the rank's device current."""
     if device == "standin":
         from standins import accelerator
 
-        if path.startswith("nccl") and brings_nccl():
+        if path.startswith("nccl") and torch_has_nccl():
             from mycoll import _C
 
             _C._use_nccl(str(standins() / "libnccl.so.2"))
@@ -179,7 +176,7 @@ class Mirror:
         if key not in self._storages or storage.nbytes() == 0:
             ours = torch.empty(0, dtype=torch.uint8).set_(storage)
             theirs = torch.empty(len(ours), dtype=torch.uint8, device=self.device)
-            # Pinned, so that the copy is still on its way when the operation is called.
+            # Pinned, so that the copy may still be in progress when the operation is called.
             theirs.copy_(ours.pin_memory(), non_blocking=True)
             self._storages[key] = ours, theirs
         storage = self._storages[key][1].untyped_storage()
@@ -187,7 +184,7 @@ class Mirror:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def back(self) -> None:
-        """What the device holds now, by way of the current stream."""
+        """Copies the tensors back from the device, on the current stream."""
         for ours, theirs in self._storages.values():
             ours.copy_(theirs)
 
@@ -206,7 +203,7 @@ class MirroredWork:
 
 
 def mirrored(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The collective, on copies of its arguments."""
+    """The collective, called with copies of its arguments."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,9 +252,9 @@ COLLECTIVES = [
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """In this block, what is called as `dist.all_reduce` and so on works on the device.
+    """In this block, collectives called as `dist.all_reduce` and so on work on the device.
 
-    Not for blocks that keep tensors or works in other ways than by waiting for them.
+    The block may use a work only by waiting for it, and an output only after that.
     """
     real = dist.P2POp
 
@@ -274,14 +271,14 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-# --- what tests of streams need
+# --- streams and graphs
 
 
 @contextlib.contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """The stream stands still in this block; on CUDA for about a quarter of a second."""
+    """Blocks the stream in this block; on CUDA for about a quarter of a second."""
     if stream.device.type == "cuda":
-        # Not ExternalStream: for the default stream, whose handle is 0, that makes a new one.
+        # ExternalStream would make a new stream for the default stream, whose handle is 0.
         numbers = {
             name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")
         }
@@ -296,7 +293,7 @@ def held(stream: torch.Stream) -> Iterator[None]:
 
 
 def graph_on(device: torch.device) -> Any:
-    """An object with capture(), a block, and replay()."""
+    """An object with capture(), which is a context manager, replay() and reset()."""
     if device.type == "cuda":
         return CudaGraph()
     from standins import accelerator

@@ -1,4 +1,4 @@
-"""What jobs with device tensors do again and again."""
+"""Functions that jobs with device tensors share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def is_all(ctx: Ctx, tensor: torch.Tensor, value: float, what: str = "") -> None
 
 
 def warm_up(ctx: Ctx) -> None:
-    """Connects: that may wait for the device, and is done once."""
+    """Makes the connections, which may wait for the device."""
     dist.all_reduce(full(ctx, 1))
     here(ctx).synchronize()
 
 
 def captured_all_reduce(ctx: Ctx) -> tuple[torch.Tensor, Any]:
-    """A graph with one, and its tensor. One before it connects."""
+    """A graph with one all_reduce, and its tensor. An all_reduce before it connects."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
@@ -48,14 +48,14 @@ def captured_all_reduce(ctx: Ctx) -> tuple[torch.Tensor, Any]:
 
 
 def wait_for_all(ctx: Ctx) -> None:
-    """So that no rank leaves a group that has failed before the others have heard why."""
+    """Waits until all ranks have raised their errors, before any of them leaves the group."""
     store = ctx.store("all")
     store.set(str(ctx.rank), "")
     store.wait([str(rank) for rank in range(ctx.size)], timedelta(seconds=60))
 
 
 class Pool:
-    """As torch.cuda.MemPool tells what it holds: here, one piece of memory."""
+    """A pool with the interface of torch.cuda.MemPool that holds one segment."""
 
     def __init__(self, device: torch.device, address: int, size: int) -> None:
         self._segment = {
@@ -70,7 +70,7 @@ class Pool:
 
 
 def slow(ctx: Ctx) -> None:
-    """The current stream is 30 ms behind."""
+    """Delays the current stream by 30 ms."""
     if ctx.device.type == "cuda":
         torch.cuda._sleep(50_000_000)
     else:

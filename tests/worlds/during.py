@@ -1,4 +1,4 @@
-"""Asks about a world while a job runs in it."""
+"""Runs a job in a world while the test observes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def eventually(look: Callable[[], Any]) -> Any:
 
 
 def during(world: Any, job: Any, *args: Any) -> Any:
-    """Starts a job, and returns what waits for its end."""
+    """Starts a job, and returns the future of its results."""
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(1)

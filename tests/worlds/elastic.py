@@ -1,7 +1,7 @@
-"""A program for torchrun, which kills itself or goes on until told to end.
+"""A program for torchrun that kills itself, or runs until FOLDER/end exists.
 
-python elastic.py restarts BACKEND FAILURES     every attempt but the last dies in a way of its own
-python elastic.py members BACKEND FOLDER        notes the world's sizes in FOLDER, until FOLDER/end
+python elastic.py restarts BACKEND FAILURES     each attempt but the last dies in a different way
+python elastic.py members BACKEND FOLDER        records the world's sizes in FOLDER
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def restarts(backend: str, failures: int) -> None:
         die_after(0.3)  # somewhere in the rendezvous or in the loop
     dist.init_process_group(backend)
     if victim and way == 1:
-        os.kill(os.getpid(), signal.SIGKILL)  # known to all, but never heard of
+        os.kill(os.getpid(), signal.SIGKILL)  # after init, before the first operation
     smoke(rank, dist.get_world_size())
     if victim and way == 2:
         sys.exit(3)  # without destroy_process_group
@@ -67,7 +67,7 @@ def members(backend: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # The test kills agents, and they cannot take their workers along.
+    # The test kills agents, which then cannot end their workers.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     if sys.argv[1] == "restarts":

@@ -1,7 +1,7 @@
 """Processes of one mycoll.ElasticGroup that are killed, stopped and started at random.
 
-Each member sums a value of its own, a power of two, over and over. So a sum shows which ranks it is
-of, and must be the same on all of them."""
+Each member repeatedly contributes its own power of two to a sum. The sum shows which ranks took
+part, and must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ RECOVERY = 60.0
 BITS = 48  # a float64 holds any sum of these powers of two
 MOST_DESCRIPTORS, MOST_THREADS = 40, 8
 MOST_SHARED = 48 << 20
-# A process is not compared with itself before it has been in so many groups.
+# A process's memory is compared with that of its first groups, which are this many.
 WARM = 6
-# The most that a process may have more after any number of groups.
+# The allowed growth of a process after any number of groups.
 MOST_GROWTH = {"heap": 512 << 10, "resident": 2 << 20}
-# In the walk, one process is spared for so many steps, and then none for as many.
+# In the walk, one process is spared for this many steps, and then none for as many.
 SPARED = 50
 
 
@@ -51,15 +51,15 @@ class Mallinfo(ctypes.Structure):
 
 
 class Memory(NamedTuple):
-    """In bytes."""
+    """Memory of this process, in bytes."""
 
-    heap: int  # what malloc has given away, if glibc can say it
+    heap: int  # allocated by malloc; 0 if glibc does not report it
     resident: int  # without files and shared memory
     shared: int  # mappings of mycoll's shared memory
 
     @staticmethod
     def settle() -> None:
-        """Large tensors do not fragment the heap from now on: each has pages of its own."""
+        """From now on, large tensors have their own pages and do not fragment the heap."""
         gc.collect()
         gc.freeze()
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -82,7 +82,7 @@ class Memory(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Sent whenever the group is another one."""
+    """Sent whenever the group has changed."""
 
     generation: int
     total: int
@@ -128,7 +128,7 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
                 used = (sum(1 for _ in (PROC / each).iterdir()) for each in ("fd", "task"))
                 report = (reported, total, members.rank, members.size, time.monotonic(), *used)
                 pipe.send(Report(*report, Memory.used()))
-            if pipe.poll(0.001):  # leaves processors to other tests
+            if pipe.poll(0.001):  # yields the CPU to other tests
                 pipe.recv()
                 break
             members.admit(recovery)
@@ -146,20 +146,21 @@ def member(pipe: Connection, bit: int, handles: Sequence[str], options: dict[str
 
 
 class ElasticCrew(Crew):
-    """Members of one group, seen from outside. options: of each mycoll.ElasticGroup to come, with
-    the arguments of a TCPStore or FileStore as `store`; in seconds, `recovery`: the timeout of
-    recover(), and `patience`: of operations, where it is not that of the first group; `persists`:
-    whether they call recover() again after it has failed."""
+    """The processes of one group. options: arguments of each mycoll.ElasticGroup, and
+    `store`: the arguments of a TCPStore or FileStore;
+    `recovery`: the timeout of recover(), in seconds;
+    `patience`: the timeout of operations, in seconds, if it differs from the first group's;
+    `persists`: whether members call recover() again after it has failed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
         self._bits: dict[int, int] = {}  # of each process
         self._handles: dict[int, str] = {}
-        self.lives: dict[int, list[Report]] = {}  # what each process has reported
+        self.lives: dict[int, list[Report]] = {}  # the reports of each process
 
     def enlist(self, count: int, through: Sequence[int] = (), **environment: str) -> list[int]:
-        """New processes, which join through these, or find each other in the store."""
+        """Starts processes, which join through these members or find each other in the store."""
         handles = [self._handles[number] for number in through]
         numbers = []
         for _ in range(count):
@@ -169,13 +170,14 @@ class ElasticCrew(Crew):
         return numbers
 
     def error(self, number: int) -> str:
-        """Why the process has ended."""
+        """The error with which the process has ended."""
         while not isinstance(found := self.receive(number), str) or "elastic group" not in found:
             pass
         return found
 
     def settle(self, without: Sequence[int] = ()) -> float:
-        """Waits until all have the sum of all. Returns when the last one had it."""
+        """Waits until all members have the sum of all. Returns the time when the last one had
+        it."""
         persists = self.options.get("persists", False)
         numbers = [number for number in self.living if number not in without]
         expected = sum(2 ** self._bits[number] for number in numbers)
@@ -185,11 +187,11 @@ class ElasticCrew(Crew):
                 found = self.receive(number)
                 if isinstance(found, str) and persists and "elastic group" in found:
                     continue
-                if isinstance(found, str):  # it was started
+                if isinstance(found, str):  # its handle
                     assert "elastic group" not in found, found
                     self._handles[number] = found
                     continue
-                # Never a sum of unequal parts.
+                # The elements of a sum are equal, and it has one contribution of each rank.
                 assert found.total >= 0
                 assert found.total.bit_count() == found.size
                 assert found.descriptors <= MOST_DESCRIPTORS
@@ -219,9 +221,9 @@ class ElasticCrew(Crew):
 
 
 def walk(seed: int, steps: int, most: int, **options: Any) -> None:
-    """Kills, starts and closes processes, several at once; all that live find each other. With
-    patience: also stops them, so that the others continue without. A process that lives long shows
-    what each group leaves behind."""
+    """Kills, starts and closes processes, several at a time; those that live must form a group.
+    With patience: also stops processes, and the others continue without them. A spared process
+    shows whether groups leak memory."""
     chance = random.Random(seed)
     kinds = ["kill", "kill", "start", "start", "both", "close"]
     if "patience" in options:
@@ -253,5 +255,5 @@ def walk(seed: int, steps: int, most: int, **options: Any) -> None:
                 for each in victims:
                     crew.signal(each, signal.SIGCONT)
             elif len(living) == len(crew.living):
-                continue  # nobody has come
+                continue  # no process was started
             crew.settle()

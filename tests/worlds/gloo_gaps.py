@@ -1,4 +1,4 @@
-"""What torch's gloo backend cannot do or does wrong: the one table of `pytest --backend gloo`.
+"""Cases that torch's gloo backend cannot do or does wrong, for `pytest --backend gloo`.
 
 A pattern is matched against test ids, with and without parameters (`test_work.py::test_x[2xgloo]`),
 and against names of cases inside a job (`all_reduce/AVG/int8`). A test that matches is skipped
@@ -56,23 +56,23 @@ GAPS: tuple[Gap, ...] = (
         Gap(f"errors/{kind}/*", "not checked, or after a sequence number is used up: hangs")
         for kind in ("lists", "shapes", "devices", "meaningless")
     ),
-    Gap("test_errors.py::test_destroyed_group", "a destroyed group goes on working"),
+    Gap("test_errors.py::test_destroyed_group", "a destroyed group continues to work"),
     Gap("test_mismatch.py::*", "wrong numbers, a hang or SIGABRT"),
-    Gap("test_interrupt.py::*", "Ctrl-C is seen when the timeout is over"),
+    Gap("test_interrupt.py::*", "Ctrl-C is handled only after the timeout"),
     # --- starting
-    Gap("test_fallback.py::*", "is about mycoll"),
-    Gap("test_init.py::test_options", "is about mycoll"),
-    Gap("test_init.py::test_store_in_python", "asks other things of a store"),
-    Gap("test_init.py::test_timeout_of_options", "is about mycoll"),
-    Gap("test_init.py::test_meaningless_timeouts", "takes 0 for no wait at all"),
-    Gap("test_init.py::test_only_for_cuda", "is about mycoll"),
-    Gap("test_init.py::test_groups_of_two_backends", "is about mycoll"),
+    Gap("test_fallback.py::*", "specific to mycoll"),
+    Gap("test_init.py::test_options", "specific to mycoll"),
+    Gap("test_init.py::test_store_in_python", "calls other methods of a store"),
+    Gap("test_init.py::test_timeout_of_options", "specific to mycoll"),
+    Gap("test_init.py::test_meaningless_timeouts", "a timeout of 0 means not to wait"),
+    Gap("test_init.py::test_only_for_cuda", "specific to mycoll"),
+    Gap("test_init.py::test_groups_of_two_backends", "specific to mycoll"),
     Gap("test_two_hosts.py::*^lo]", "no exclusions in GLOO_SOCKET_IFNAME"),
     Gap("test_two_hosts.py::test_two_hosts_forced_to_tcp", "has no other transport"),
     Gap("test_two_hosts.py::test_shm_between_hosts_is_refused", "has no other transport"),
     # --- groups
     Gap("test_leaks.py::test_200_groups", "two threads and several descriptors a group"),
-    Gap("test_groups.py::test_split_group", "children split off at once share store keys: hangs"),
+    Gap("test_groups.py::test_split_group", "children split together share store keys: hangs"),
     # --- work
     Gap("work/reduce_scatter_tensor", "its Work finishes only in wait() and has no future"),
     Gap("test_work.py::test_work_and_tensors_dropped", "a dropped isend is never sent"),

@@ -1,4 +1,4 @@
-"""Hosts for real: network namespaces joined by veth pairs."""
+"""Simulated hosts: network namespaces that are connected by veth pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 CLONE_NEWNET = 0x40000000
-# Of Linux's headers.
+# From Linux's headers.
 ALL_PROTOCOLS, RECEIVE_BUFFER_FORCE, PACKETS, PACKET_STATISTICS = 3, 33, 263, 6
 
 
@@ -24,8 +24,8 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def namespaces(*letters: str) -> Iterator[tuple[str, ...]]:
-    """Named after these letters and this process, with a loopback; removed at the end. Skips the
-    test where they, or what its body does with them, cannot be made."""
+    """Namespaces named after these letters and this process, with a loopback; removed at the end.
+    Skips the test if they cannot be made, or if a command of the block fails."""
     names = tuple(f"mycoll-{each}-{os.getpid()}" for each in letters)
     try:
         for name in names:
@@ -41,7 +41,7 @@ def namespaces(*letters: str) -> Iterator[tuple[str, ...]]:
 
 
 def join(names: tuple[str, ...], link: str) -> None:
-    """By a pair of interfaces of this name."""
+    """Connects two namespaces by a pair of interfaces with this name."""
     ip("link", "add", link, "netns", names[0], "type", "veth", "peer", "name", link,
        "netns", names[1])  # fmt: skip
 
@@ -55,7 +55,7 @@ def enter(namespace: str) -> None:
 
 
 class Capture:
-    """What passes an interface of a namespace. The caller is root."""
+    """Captures the packets of an interface of a namespace. Requires root."""
 
     def __init__(self, namespace: str, link: str) -> None:
         self.seen = bytearray()
@@ -83,7 +83,7 @@ class Capture:
         assert opened.wait(10)
 
     def end(self) -> bytes:
-        """All of it."""
+        """Stops, and returns all captured bytes."""
         self.is_over = True
         self.thread.join()
         assert self.lost == 0, "packets were not captured"

@@ -1,4 +1,4 @@
-"""What NCCL cannot do, and mycoll refuses on that path: the cases that jobs leave out there."""
+"""Cases that NCCL does not support. mycoll refuses them on that path, and jobs omit them there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import functools
 
 GAPS = (
-    # Reductions that ncclDataType_t or ncclRedOp_t does not know.
+    # Reductions that ncclDataType_t or ncclRedOp_t does not have.
     "*/int16/*",
     "*/uint16/*",
     "*/BAND/*",
@@ -16,8 +16,8 @@ GAPS = (
     # fp8 as numbers needs NCCL 2.24 and a GPU of capability 9.
     "*/float8_e4m3fn/*",
     "*/float8_e5m2/*",
-    "narrow/*",  # how NCCL accumulates is NCCL's business
-    # The product of two of the three overflows, and NCCL may begin with these two.
+    "narrow/*",  # NCCL may accumulate in another type
+    # The product of two of the three inputs overflows, and NCCL may multiply these first.
     "reduce/PRODUCT/float16/4099",
 )
 

@@ -1,4 +1,4 @@
-"""NVIDIA's packages: where they lie, and of which version they are."""
+"""Finds NVIDIA's packages and their versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def packages() -> list[Path]:
-    """Folders that hold nvidia/nccl."""
+    """The folders that contain nvidia/nccl."""
     places = [Path(sysconfig.get_path("purelib")), *(ROOT / "build/nccl").glob("*")]
     if given := os.environ.get("NCCL_PACKAGES"):
         places.insert(0, Path(given))

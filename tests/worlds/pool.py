@@ -1,7 +1,7 @@
-"""Parent side: starts worlds, gives them jobs, and survives whatever they do.
+"""Parent side: starts worlds, runs jobs in them, and handles their failures.
 
-Workers are forked from one server process that has torch imported, so that a world costs a fraction
-of a second. A world that fails in any way is killed and built again for the next test.
+Workers are forked from one server process that has imported torch, so that starting a world takes a
+fraction of a second. A world that fails in any way is killed and made anew for the next test.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import Any
 from worlds import servers, worker
 
 RANK_PREFIX = re.compile(r"\[rank\d+\]:\[\w+ [\d:.]+ ")  # of torch's log lines
-# At each connection to a TCPStore torch asks for the name of 127.0.0.1, and there are thousands of
-# them: a name server that loses some of these questions must not cost 5 s each time.
+# torch looks up the name of 127.0.0.1 at each connection to a TCPStore. A name server that loses
+# some of these thousands of queries must not delay each by 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What kind of world: equal specs may share one."""
+    """The properties of a world; tests with equal specs may share one."""
 
     size: int
-    transport: str = ""  # "shm", "tcp", or "" where the backend has one way only
+    transport: str = ""  # "shm", "tcp", or "" if the backend has only one
     backend: str = "mycoll"  # the string given to init_process_group
-    init: bool = True  # False: there is no process group but what a job makes for itself
+    init: bool = True  # False: jobs make their own process groups
     env: tuple[tuple[str, str], ...] = ()
-    device: str = ""  # and by which path: see worlds.device
+    device: str = ""  # device and path: see worlds.device
     path: str = ""
-    timeout: float = 45.0  # of the process group; below the deadline, so that its text is seen
+    timeout: float = 45.0  # of the process group; below the deadline, so that its error is shown
 
     @property
     def label(self) -> str:
@@ -48,13 +48,13 @@ class Spec:
         return f"{self.size}x{where or self.backend}"
 
 
-# In shared worlds, of one process of the test run.
+# In the shared worlds of one process of the test run.
 MOST_RANKS = 16
 
 
 @dataclass
 class Options:
-    """Of the whole test run."""
+    """Options of the whole test run."""
 
     backend: str = "mycoll"
     deadline: float = 60.0
@@ -62,7 +62,7 @@ class Options:
 
 
 class WorldFailure(AssertionError):
-    """A job failed on at least one rank; the text says which, how, and where the others were."""
+    """A job failed on at least one rank; the text has the errors, and the stacks of other ranks."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Member:
     conn: mpc.Connection
     log: Path
     log_start: int = 0  # of the job
-    log_seen: int = 0  # of what came before it and after the one before
+    log_seen: int = 0  # of the output between the previous job and this one
     outcome: tuple[str, Any] | None = None  # ("ok", value) | ("error", text) | ("gone", text)
 
     def case(self) -> str:
@@ -137,12 +137,12 @@ class World:
         return self.finish(deadline)
 
     def run_in_group(self, job: Callable[..., Any], *args: Any, timeout: float = 45.0) -> list[Any]:
-        """run(), in a new default group that the job may break: its processes live on."""
+        """run(), in a new default group that the job may break; the processes are reused."""
         __tracebackhide__ = True
         return self.run(worker.in_new_group, job, timeout, *args)
 
     def start(self, job: Callable[..., Any], *args: Any) -> None:
-        """The first half of run(): for tests that do something to the ranks meanwhile."""
+        """The first half of run(), for tests that act on the ranks meanwhile."""
         assert not self.broken, "this world has failed before"
         self._what = f"{job.__module__}.{job.__qualname__}{args!r:.200}"
         message = pickle.dumps((job.__module__, job.__qualname__, args))
@@ -157,7 +157,7 @@ class World:
         return self._collect(self._what, deadline or self.options.deadline, allow_gone)
 
     def close(self) -> list[int | None]:
-        """Ends the workers the polite way; returns their exit codes."""
+        """Lets the workers exit; returns their exit codes."""
         for m in self.members:
             m.conn.close()
         end = time.monotonic() + 10
@@ -181,7 +181,7 @@ class World:
         __tracebackhide__ = True
         try:
             return self._collect_by(what, deadline, allow_gone)
-        except BaseException:  # also of pytest's: no other test may wait for these workers
+        except BaseException:  # also pytest's own: no other test may wait for these workers
             self.kill()
             raise
 
@@ -200,7 +200,7 @@ class World:
                 if m.conn in ready or m.process.sentinel in ready:
                     m.outcome = self._receive(m)
                     if m.outcome[0] != "ok" and not (allow_gone and m.outcome[0] == "gone"):
-                        # The others are probably stuck without it: no reason to wait for long.
+                        # The other ranks probably wait for it, so do not wait for them for long.
                         end = min(end, time.monotonic() + 5)
         if all(
             m.outcome and (m.outcome[0] == "ok" or (allow_gone and m.outcome[0] == "gone"))
@@ -215,7 +215,7 @@ class World:
         try:
             return pickle.loads(m.conn.recv_bytes())
         except (EOFError, OSError):
-            m.process.join(30)  # on a busy machine its exit code may come seconds later
+            m.process.join(30)  # on a busy machine the exit code may take seconds
             code = m.process.exitcode
             name = signal.Signals(-code).name if code is not None and code < 0 else f"code {code}"
             return "gone", f"the process ended with {name}"
@@ -264,28 +264,28 @@ class Pool:
         return replace(spec, **changes)
 
     def get(self, spec: Spec) -> World:
-        """A shared world, built when it is first asked for or when it broke."""
+        """A shared world, which is made if there is none or if it has failed."""
         world = self.worlds.pop(spec, None)
         if world is None or world.broken:
             self._make_room(spec.size)
             world = self.fresh(spec)
-        self.worlds[spec] = world  # behind all others: it was used last
+        self.worlds[spec] = world  # last, as the most recently used one
         return world
 
     def _make_room(self, ranks: int) -> None:
-        """A rank takes up to half a GiB, so the worlds that were not used for longest end."""
+        """A rank takes up to half a GiB, so the least recently used worlds are closed."""
         kept = [world for world in self.worlds.values() if not world.broken]
         while kept and ranks + sum(world.size for world in kept) > MOST_RANKS:
             kept.pop(0).close()
         self.worlds = {world.spec: world for world in kept}
 
     def fresh(self, spec: Spec) -> World:
-        """A world of one's own; the caller closes or kills it."""
+        """A world that is not shared; the caller closes or kills it."""
         return World(spec, self.options, self.store_port)
 
     @property
     def store_port(self) -> int:
-        """The store is in this process: it outlives every worker."""
+        """The port of a store in this process, which outlives every worker."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -295,7 +295,7 @@ class Pool:
     def close(self) -> None:
         for world in self.worlds.values():
             if not world.broken:
-                for m in world.members:  # let all of them leave at the same time
+                for m in world.members:  # so that all exit at the same time
                     m.conn.close()
         end = time.monotonic() + 5
         for world in self.worlds.values():

@@ -1,11 +1,11 @@
-"""What ranks find imported already, as the server that they are forked from has it. Of torch that
-is what takes a second or more to import and what many jobs need: the first step of any optimizer
-imports torch._dynamo. The garbage collector leaves all of it alone: it would look at each object,
-and so copy its page, in each rank."""
+"""Imports of the server that ranks are forked from: the parts of torch that take a second or more
+and that many jobs need (the first step of any optimizer imports torch._dynamo). These objects are
+frozen, because the garbage collector would visit each of them, and so copy its page, in each
+rank."""
 
 import gc
 
-gc.disable()  # until all is imported: it finds nothing
+gc.disable()  # until everything is imported
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -22,4 +22,4 @@ __all__ = ["arith", "device", "pytest", "torch", "worker"]
 gc.collect()
 gc.freeze()
 gc.enable()
-gc.set_threshold(20_000, 20, 20)  # what ranks make on top of it is little
+gc.set_threshold(20_000, 20, 20)  # ranks make few further objects

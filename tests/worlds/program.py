@@ -1,5 +1,5 @@
-"""python -m worlds.program DEVICE PATH MODULE [ARGUMENTS]: a rank of a launcher's that runs the
-module as a program, with the device and the path that worlds.device knows by these names."""
+"""python -m worlds.program DEVICE PATH MODULE [ARGUMENTS]: runs the module as a program on a rank
+of a launcher, with this device and path of worlds.device."""
 
 from __future__ import annotations
 

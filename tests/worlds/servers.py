@@ -1,6 +1,6 @@
 """The server that ranks are forked from: multiprocessing's, with torch imported. The processes of
-pytest-xdist, and programs that they start, share the one of the process that started them all:
-each server would take seconds to import torch, and then do next to nothing."""
+pytest-xdist and the programs that they start share one server, because each would take seconds to
+import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ FAMILIES = ("MYCOLL", "STANDIN", "GLOO", "NCCL", "TORCH", "CUDA", "LD_", "PYTHON
 
 
 def environment() -> str:
-    """What the server's processes inherit, as far as it matters: another environment needs another
-    server."""
+    """A hash of the variables that matter to ranks: another environment needs another server."""
     variables = {name: os.environ[name] for name in os.environ if name.startswith(FAMILIES)}
     path = variables.pop("PYTHONPATH", "")
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path.split(os.pathsep)))
@@ -27,7 +26,7 @@ def environment() -> str:
 
 
 def context() -> ForkServerContext:
-    """Its processes have the environment of the server."""
+    """The context whose processes are forked from the server and inherit its environment."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOAD)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -36,15 +35,15 @@ def context() -> ForkServerContext:
         pid, _, address = shared.partition(":")
         server._forkserver_pid = int(pid)
         server._forkserver_address = address
-        # It ends with the process that started it, not with this one.
+        # The server ends with the process that started it, not with this one.
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running
     return found
 
 
 def share() -> None:
-    """Starts a server for this process and for all that it will start."""
-    if sys.version_info >= (3, 14):  # whose servers ask for a key that is not in the environment
+    """Starts a server for this process and for all processes that it starts."""
+    if sys.version_info >= (3, 14):  # its servers need a key that is not in the environment
         return
     context()
     forkserver.ensure_running()
@@ -53,7 +52,7 @@ def share() -> None:
 
 
 def pid() -> int:
-    """The parent of the processes that are forked."""
+    """The process id of the server, which is the parent of the ranks."""
     context()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server.ensure_running()

@@ -1,4 +1,4 @@
-"""A small job over every kind of operation; also a program, for the launchers:
+"""A small job that calls every kind of operation; also a program for launchers:
 
 python smoke.py BACKEND [LOCAL_RANKS_FROM_ENV]
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def smoke(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
-    """Raises when a result is wrong."""
+    """Raises if a result is wrong."""
 
     def same(got: torch.Tensor, want: torch.Tensor) -> None:
         if not torch.equal(got, want):
@@ -59,7 +59,7 @@ def smoke(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
 
 
 def spawned(rank: int, size: int, backend: str, url: str) -> None:
-    """For torch.multiprocessing.spawn."""
+    """The entry point for torch.multiprocessing.spawn."""
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=size)
     smoke(rank, size)

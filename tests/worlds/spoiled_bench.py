@@ -1,5 +1,5 @@
-"""python -m worlds.spoiled_bench WORDS: `mycoll bench` whose ranks spoil each result before they
-verify it, which must be found."""
+"""python -m worlds.spoiled_bench WORDS: runs `mycoll bench` with ranks that change one element of
+each result before they verify it; the verification must fail."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_all(body: Callable[[int], Any], count: int) -> list[Any]:
-    """body(rank) in a thread for each rank; their results."""
+    """Runs body(rank) in a thread for each rank, and returns the results."""
     results: list[Any] = [None] * count
     failures: list[BaseException] = []
 

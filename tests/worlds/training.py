@@ -1,6 +1,7 @@
-"""A small model, its data, and how a distributed training of it is judged.
+"""A small model, its data, and checks of its distributed training.
 
-Two judges: one process that sees all ranks' batches, and gloo, in a group beside that under test.
+The result is compared with that of one process that trains on all ranks' batches, or with that of a
+gloo group.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     steps: Iterable[int] = range(STEPS),
 ) -> None:
-    """A rank trains on its own batches; the judge passes all ranks, and averages."""
+    """Trains on the batches of these ranks: a rank's own, or all of them for the reference."""
     optimizer = optimizer or sgd(net)
     for step in steps:
         optimizer.zero_grad()
@@ -48,7 +49,7 @@ def train(
 
 
 def reference(ctx: Ctx) -> nn.Sequential:
-    """What one process gets from all ranks' batches."""
+    """The model that one process trains on all ranks' batches."""
     net = model()
     train(net, list(range(ctx.size)))
     return net
@@ -76,8 +77,8 @@ def compare(ctx: Ctx, net: nn.Module, wanted: nn.Module, tolerance: float = 1e-5
         ctx.digest(full(got))
 
 
-# gloo ends the process when a thread of its own drops the last reference to a group, as the
-# callbacks of hooks may: it joins that thread.
+# The process ends if one of gloo's own threads drops the last reference to a group, as callbacks of
+# hooks may: the group's destructor joins that thread.
 _gloo_groups = []
 
 
@@ -94,7 +95,8 @@ def beside_gloo(
     job: Callable[[dist.ProcessGroup], Sequence[torch.Tensor]],
     tolerance: float = 1e-5,
 ) -> None:
-    """The same job in a group of its own under test, and in one of gloo: results are close."""
+    """Runs the job in a new group of the tested backend and in one of gloo, and compares
+    results."""
     group = dist.new_group()
     got = [full(t).clone() for t in job(group)]
     dist.destroy_process_group(group)

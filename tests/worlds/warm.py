@@ -1,5 +1,5 @@
-"""Programs in processes that are forked from one that has imported torch: they begin after a few
-milliseconds, not after seconds. What torch's import does for mycoll happens in the new process,
+"""Programs in processes that are forked from one that has imported torch, so that they start in
+milliseconds instead of seconds. What importing torch does for mycoll happens in the new process,
 with its environment. A test of the import itself starts a real interpreter instead.
 
     program = warm.start("import torch; print(torch.ones(1))", environment={...})
@@ -30,17 +30,15 @@ from typing import Any
 
 LIMIT = 1 << 20  # bytes of a request
 SHARED = "WORLDS_WARM_SERVER"  # a variable: the address of the server to use
-OPTIMIZERS = (
-    "torch._dynamo",
-)  # what the first step of any optimizer imports, for a second or more
+OPTIMIZERS = ("torch._dynamo",)  # the first step of an optimizer imports it, which takes a second
 
 
 class Program:
-    """As far as tests need it, what subprocess.Popen is."""
+    """The part of subprocess.Popen that tests need."""
 
     def __init__(self, status: int, files: list[int]) -> None:
         self._status = status
-        self._files = files  # what it writes, in memory
+        self._files = files  # its output, in memory
         self.pid = int(os.read(status, 20))
         self.returncode: int | None = None
 
@@ -64,7 +62,7 @@ class Program:
 
 @functools.cache
 def server(*preload: str) -> socket.socket:
-    """For requests to a server. preload: what it imports besides torch."""
+    """A socket for requests to a server. preload: modules that it imports besides torch."""
     requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
     shared = None if preload else os.environ.get(SHARED)
@@ -74,12 +72,12 @@ def server(*preload: str) -> socket.socket:
 
 
 def share() -> None:
-    """Starts the server without `preload` for this process and for all that it will start."""
+    """Starts the server without `preload` for this process and for all processes that it starts."""
     os.environ[SHARED] = launch()
 
 
 def launch(*preload: str) -> str:
-    """Starts a server, which ends when this process does; its address."""
+    """Starts a server, which ends with this process, and returns its address."""
     address = "@" + "-".join(("worlds", str(os.getpid()), *preload))
     alive, ours = os.pipe()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL", "PYTHONPATH"))}
@@ -96,12 +94,12 @@ def launch(*preload: str) -> str:
 
 
 def abstract(address: str) -> str:
-    """As the kernel has it. A variable cannot contain its first character."""
+    """The kernel's form of the address, which an environment variable cannot contain."""
     return address.replace("@", "\0", 1)
 
 
 def end(ours: int, process: subprocess.Popen[bytes]) -> None:
-    """Ends a server, which leaves when the other end of its pipe is closed."""
+    """Ends a server by closing the other end of its pipe."""
     os.close(ours)
     process.wait(10)
 
@@ -114,11 +112,12 @@ def start(
     to_the_end: bool = False,
     preload: Sequence[str] = (),
 ) -> Program:
-    """Runs code, or the file of this path, as Python's -c or the file would be run. To the end:
-    also what comes after the handlers of atexit, for tests of how processes end. preload: modules
-    that it finds imported, as OPTIMIZERS for programs that train."""
+    """Runs code like `python -c`, or the file of this path like `python FILE`.
+
+    to_the_end: also runs what Python does after the handlers of atexit, for tests of how processes
+    end. preload: modules that are already imported, such as OPTIMIZERS for programs that train."""
     files = [os.memfd_create(name) for name in ("out", "error")]
-    for fd in files:  # else processes that share it may overwrite what another has just written
+    for fd in files:  # else processes that share it may overwrite each other's output
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     status, theirs = os.pipe()
     request = pickle.dumps(
@@ -137,7 +136,7 @@ def start(
 
 
 def module(name: str) -> str:
-    """The code of `python -m name`; arguments follow."""
+    """The code that runs a module like `python -m name`."""
     return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
@@ -160,8 +159,8 @@ def ranks(
     timeout: float = 120,
     **more: Any,
 ) -> list[tuple[int, str, str]]:
-    """The program on so many ranks, as torchrun would start it: exit code, output and errors of
-    each."""
+    """Runs the program on `count` ranks as torchrun would. Returns the exit code, the output and
+    the errors of each."""
     from worlds.ports import free_port  # here: the server, which is this file, has no `worlds`
 
     base = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
@@ -185,11 +184,11 @@ def ranks(
 
 
 def serve(requests: socket.socket, alive: int, preload: Sequence[str]) -> dict[str, Any]:
-    """Returns in each new process, with what to run; ends with the process of the tests."""
+    """Returns the request in each new process; ends with the process of the tests."""
     for name in ("torch", *preload):
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # each program would look at all of it, and so copy its pages
+    gc.freeze()  # else the collector would copy these pages in each program
     gc.set_threshold(20_000, 20, 20)
     while True:
         ready, _, _ = select.select([requests, alive], [], [])
@@ -208,7 +207,7 @@ def serve(requests: socket.socket, alive: int, preload: Sequence[str]) -> dict[s
 
 
 def watched(request: dict[str, Any], out: int, error: int, status: int) -> dict[str, Any]:
-    """Stays behind to say how the program ends, and returns in the program."""
+    """Forks the program, in which it returns. The parent reports how the program ends."""
     program = os.fork()
     if program:
         os.write(status, f"{program:<20}".encode())
@@ -224,7 +223,7 @@ def watched(request: dict[str, Any], out: int, error: int, status: int) -> dict[
 
 
 def become(request: dict[str, Any]) -> types.ModuleType:
-    """Makes this process what a new interpreter would be once it has imported torch."""
+    """Makes this process look like a new interpreter that has imported torch."""
     torch = sys.modules["torch"]
     environment = request["environment"]
     os.environ.clear()
@@ -247,8 +246,8 @@ def become(request: dict[str, Any]) -> types.ModuleType:
 
 
 def run(code: Any, main: types.ModuleType) -> int:
-    """The exit code. What comes after that takes longest in a forked process: the ends of all of
-    torch's modules, whose memory has to be copied for it. It is left out."""
+    """Runs the program and returns its exit code. Omits the destruction of torch's modules, which
+    takes long in a forked process because it copies their memory."""
     status = 0
     try:
         exec(code, main.__dict__)

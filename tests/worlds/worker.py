@@ -1,4 +1,4 @@
-"""Child side: one rank, waiting for jobs; and `Ctx`, what a job is given."""
+"""Child side: a rank that runs jobs, and `Ctx`, the first argument of a job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Setup:
     size: int
     transport: str
     backend: str
-    family: str  # which implementation is under test: "mycoll" or "gloo"
+    family: str  # the implementation under test: "mycoll" or "gloo"
     init: bool
     env: dict[str, str]
     timeout: float
@@ -52,12 +52,12 @@ class Setup:
 
 @dataclass
 class Ctx:
-    """A rank's view of the world, and the collector of what went wrong in a job of many cases."""
+    """A rank's view of the world, which also collects the failures of a job with many cases."""
 
     setup: Setup
     case_fd: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    jobs: int = 0  # that this world has begun
+    jobs: int = 0  # the number of jobs that this world has started
     failures: list[str] = field(default_factory=list)
     _case: str = ""
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -103,24 +103,24 @@ class Ctx:
     # --- inputs
 
     def inputs(self, dtype: torch.dtype, shape: Any, seed: int = 0) -> list[torch.Tensor]:
-        """What every rank contributes, in rank order; any rank can compute all of it."""
+        """The inputs of all ranks, in rank order; each rank can compute all of them."""
         return [arith.values(dtype, shape, seed * 1009 + r) for r in range(self.size)]
 
     def random(self, seed: Any) -> random.Random:
-        """The same on all ranks."""
+        """A generator with the same numbers on all ranks."""
         return random.Random(repr(seed))
 
     # --- cases
 
     def skips(self, name: str) -> bool:
-        """True where the case is one that the implementation under test is known not to do."""
+        """Whether the implementation under test does not support this case."""
         if self.setup.path.startswith("nccl"):
             return nccl_gaps.skips(name)
         return self.gloo and gloo_gaps.reason(name) is not None
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Names what follows; an exception in it is recorded and the job goes on."""
+        """Names a block. An exception in it is recorded, and the job continues."""
         outer, self._case = self._case, name
         self._show_case()
         try:
@@ -134,7 +134,7 @@ class Ctx:
             self._show_case()
 
     def _show_case(self) -> None:
-        """Where the parent finds the name of the case in which a rank got stuck."""
+        """Writes the name of the case to a file, where the parent finds it if the rank hangs."""
         text = self._case[: CASE_BYTES - 1].encode()[:CASE_BYTES].ljust(CASE_BYTES)
         os.pwrite(self.case_fd, text, 0)
 
@@ -146,10 +146,11 @@ class Ctx:
             raise RuntimeError("200 failures: giving up")
 
     def same(self, got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
-        """Equal shape, dtype and bits (any NaN equals any NaN). Others add in their own order."""
+        """Compares shape, dtype and bits (any NaN equals any NaN). Floating-point results of other
+        libraries are compared approximately, because they may add in another order."""
         foreign = self.gloo or self.setup.path.startswith("nccl")
         exact = not (foreign and (want.is_floating_point() or want.is_complex()))
-        got, want = got.cpu(), want.cpu()  # by way of the current stream
+        got, want = got.cpu(), want.cpu()  # through the current stream
         difference = arith.difference(got, want, exact)
         if difference:
             self.fail(f"{what} {difference}".strip())
@@ -162,21 +163,21 @@ class Ctx:
     def raises(
         self, kinds: type[BaseException] | tuple[type[BaseException], ...], *texts: str
     ) -> Iterator[None]:
-        """The block raises one of these, and its message has all these texts in it."""
+        """Checks that the block raises one of these, with all these texts in its message."""
         try:
             yield
         except kinds as error:
             message = str(error)
             for text in texts:
                 if text.lower() not in message.lower():
-                    self.fail(f"{type(error).__name__} does not say {text!r}: {message[:1000]}")
+                    self.fail(f"{type(error).__name__} does not contain {text!r}: {message[:1000]}")
         except Exception as error:
             self.fail(f"raised {type(error).__name__} instead of {kinds}: {str(error)[:1000]}")
         else:
             self.fail(f"raised nothing instead of {kinds}")
 
     def digest(self, tensor: torch.Tensor) -> None:
-        """Adds the bits of a result to what this rank reports; see digests()."""
+        """Adds the bits of a result to this rank's digest; see digests()."""
         self._digest.update(arith.raw(tensor.cpu()).numpy().tobytes())
 
     def digests(self) -> str:
@@ -191,12 +192,12 @@ class Ctx:
 
 
 def stable_seed(*parts: Any) -> int:
-    """The same number in every process for the same parts (hash() is not)."""
+    """A number that is the same in every process for the same parts, unlike hash()."""
     return zlib.crc32(repr(parts).encode())
 
 
 def called(mode: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls a collective the sync or the async way and waits for it."""
+    """Calls a collective synchronously or asynchronously, and waits for it."""
     if mode == "async":
         work = function(*args, async_op=True, **kwargs)
         if work is not None:
@@ -209,10 +210,10 @@ OURS = r"(__main__|mycoll|test_\w+|worlds|jobs|faults|gpu|standins)(\..*)?$"
 
 
 def filter_warnings() -> None:
-    """Warnings of mycoll's code and of the tests' are errors. torch's own are torch's business."""
+    """Makes warnings of mycoll's code and of the tests errors, and ignores torch's own."""
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=OURS)
-    # By these torch deprecates names that the oldest supported torch has no others for.
+    # These deprecate names for which the oldest supported torch has no replacement.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     # Tests send tensors of all types and layouts.
@@ -222,7 +223,7 @@ def filter_warnings() -> None:
 
 
 def main(conn: Connection, setup: Setup) -> None:
-    os.setpgid(0, 0)  # Ctrl-C of the test run is for the parent alone
+    os.setpgid(0, 0)  # only the parent handles Ctrl-C of the test run
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -238,7 +239,7 @@ def main(conn: Connection, setup: Setup) -> None:
     dist.set_debug_level_from_env()  # torch has read the server's environment
     if setup.family == "mycoll" and setup.transport:
         os.environ["MYCOLL_TRANSPORT"] = setup.transport
-        if setup.transport == "tcp" and setup.size % 2:  # a test's own choice stands
+        if setup.transport == "tcp" and setup.size % 2:  # unless the test sets these variables
             secret = Path(setup.log + ".secret")
             secret.write_text("a secret of this test run")
             os.environ.setdefault("MYCOLL_SECRET_FILE", str(secret))
@@ -283,8 +284,8 @@ def main(conn: Connection, setup: Setup) -> None:
 
 
 def in_new_group(ctx: Ctx, job: Callable[..., Any], timeout: float, *args: Any) -> Any:
-    """Runs a job in a default group of its own; for worlds that have none. A short timeout counts
-    once all ranks are there: that they come takes as long as the machine is busy."""
+    """Runs a job in a new default group, for worlds without one. A short timeout is set only after
+    init, which may take long on a busy machine."""
     if timeout >= ctx.setup.timeout:
         ctx.setup = replace(ctx.setup, timeout=timeout)
         ctx.init()
@@ -302,14 +303,15 @@ def leave_group() -> None:
 
 
 def write_coverage() -> None:
-    """After each job: a world may be killed at any time, and multiprocessing ends by _exit()."""
+    """Called after each job, because a world may be killed, and multiprocessing exits by
+    _exit()."""
     native = sys.modules.get("mycoll._C")
     if hasattr(native, "_write_coverage"):
         native._write_coverage()
 
 
 class CasesFailed(AssertionError):
-    """The text says everything: a traceback would add nothing."""
+    """An error whose text is complete without a traceback."""
 
 
 def explained(error: BaseException) -> str:

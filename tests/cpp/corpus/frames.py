@@ -1,7 +1,7 @@
-"""Writes the kept inputs of fuzz_test that were thought up: `python tests/cpp/corpus/frames.py`.
+"""Writes the handwritten inputs of fuzz_test: `python tests/cpp/corpus/frames.py`.
 
-The header's layout stands in csrc/transport/frame.h; after a change there, change `frame` and run
-this again. What offers and windows begin with is fuzz_test's own.
+The layout of a header is defined in csrc/transport/frame.h. After a change there, change `frame`
+and run this again. fuzz_test defines the first bytes of offers and windows.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def offer(
     is_offer: bool = True,
 ) -> list[bytes]:  # fmt: skip
     size = 24 * len(spans) if size is None else size
-    said = struct.pack("<BBHI", operation, is_offer, rounds, size)
-    return [said, *(struct.pack("<QQQ", *span) for span in spans)]
+    head = struct.pack("<BBHI", operation, is_offer, rounds, size)
+    return [head, *(struct.pack("<QQQ", *span) for span in spans)]
 
 
 def offers() -> dict[str, list[bytes]]:

@@ -1,4 +1,5 @@
-"""Which lines and functions of some folders of csrc/ ran, from what gcov counted in a build tree.
+"""Reports which lines and functions of some folders of csrc/ ran, as counted by gcov in a build
+tree.
 
     cmake --preset coverage && cmake --build --preset coverage
     PYTHONPATH=build/coverage/site pytest tests/test_cpp.py -k nccl
@@ -31,11 +32,11 @@ def ranges(numbers: list[int]) -> str:
 
 
 def counted(tree: Path) -> tuple[dict[str, dict[int, int]], dict[str, dict[str, int]]]:
-    """By file of the repository: how often each line ran, and each function."""
+    """How often each line and each function ran, by file of the repository."""
     lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     functions: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    # Of every compiled file, run or not: what never ran counts, too. Only what lies in the
-    # repository is written: torch's headers would be a gigabyte.
+    # Includes compiled files that never ran. Only files of the repository, because the output for
+    # torch's headers would be a gigabyte.
     own = ["--relative-only", "--source-prefix", str(ROOT)]
     for notes in sorted(tree.rglob("*.gcno")):
         command = ["gcov", "--json-format", "--stdout", "--demangled-names", *own, str(notes)]

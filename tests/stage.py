@@ -1,6 +1,6 @@
 """Fills TREE/site, from which Python imports the mycoll of a build tree: links to the files of
-python/mycoll and to the tree's compiled module, with the metadata that torch finds entry points by.
-So several build trees can use one checkout at the same time; an editable install serves only one.
+python/mycoll and to the tree's compiled module, and the metadata in which torch finds entry points.
+Several build trees can use one checkout at the same time; an editable install uses only one.
 
     python tests/stage.py TREE      (the target "site" of CMakeLists.txt)
 """
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python/mycoll"
 tree = Path(sys.argv[1]).resolve()
 site = tree / "site/mycoll"
 site.mkdir(parents=True, exist_ok=True)
-# What an editable install has put into the package belongs to another tree.
+# Files that an editable install has put into the package belong to another tree.
 sources = [
     p for p in PACKAGE.iterdir() if not re.match(r"torch[0-9]|libmycoll|__pycache__$", p.name)
 ]

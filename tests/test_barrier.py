@@ -73,7 +73,7 @@ def some_missing(ctx: Ctx, missing: list[int], wait_all: bool) -> str:
         return str(error)
     finally:
         if ctx.rank == 0:
-            time.sleep(0.5)  # for the others to have their own say
+            time.sleep(0.5)  # so that the other ranks raise their own error first
             ctx.store("missing").set("seen", "")
     return ""
 
@@ -88,6 +88,6 @@ def test_monitored_barrier_names_missing_ranks(reused, transport, wait_all):
 
 
 @pytest.mark.parametrize("missing", [[1], [2]])
-def test_monitored_barrier_names_the_one(reused, transport, missing):
+def test_monitored_barrier_names_one_missing_rank(reused, transport, missing):
     text = reused(3, transport).run_in_group(some_missing, missing, True)[0]
     assert f"Ranks {missing[0]} failed to pass monitoredBarrier" in text, text

@@ -1,4 +1,4 @@
-"""`mycoll bench` as a user runs it, on ranks of its own or torchrun's. No timing is asserted."""
+"""`mycoll bench` as a user runs it, with its own ranks or torchrun's. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mycoll
 import pytest
 from mycoll.bench.options import OPERATIONS
 from mycoll.bench.report import read_results
@@ -23,7 +22,7 @@ _TIMEOUT_SECONDS = 120
 def on_ranks(
     ranks: int, *arguments: str, code: str | Path = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """As a launcher starts it, without the import of torch."""
+    """Runs it as a launcher does, on processes that have already imported torch."""
     ended = warm.ranks(
         code or warm.module("mycoll"),
         ranks,
@@ -40,15 +39,11 @@ def on_ranks(
 
 
 def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     program = [sys.executable, *(launcher or ("-m", "mycoll", "bench")), *arguments]
-    return subprocess.run(
-        program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
-    )
+    return subprocess.run(program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
 
 
-# Ranks in which something is planted run as scripts.
+# Scripts that run `mycoll bench` with a planted mistake.
 _LOSES_MESSAGES = """
 import sys, torch, torch.distributed as dist
 real, count = dist.isend, 0
@@ -76,7 +71,7 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
 def test_a_launcher_that_renames_gloo() -> None:
-    """The ranks have torch's gloo only if the variable was not set when they imported torch."""
+    """With the variable set, ranks that import torch do not get torch's own gloo."""
     done = on_ranks(2, "all_reduce", *_QUICK, MYCOLL_REPLACE="gloo")
     assert done.returncode == 2, done.stderr
     assert done.stderr == "mycoll bench: compares backends by name: unset MYCOLL_REPLACE=gloo\n"
@@ -97,7 +92,7 @@ class TestRuns:
         refused = run_bench("all_reduce", "--nproc", "1", "--device", "cuda", "--memory", "shared")
         assert refused.returncode == 2 and "--memory" in refused.stderr, refused.stderr
 
-    def test_operators_take_part(self, tmp_path: Path) -> None:
+    def test_operators(self, tmp_path: Path) -> None:
         results = tmp_path / "results.jsonl"
         operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
         done = on_ranks(
@@ -111,10 +106,10 @@ class TestRuns:
         for row in rows:
             names[row.op].add(row.contender)
             assert row.wrong == 0
-        everybody = {"mycoll", "mycoll-shared", "mycoll-ops", "gloo"}
+        contenders = {"mycoll", "mycoll-shared", "mycoll-ops", "gloo"}
         for op in operations[:3]:
-            assert names[op] == everybody, names
-        assert names["broadcast"] == everybody - {"mycoll-ops"}
+            assert names[op] == contenders, names
+        assert names["broadcast"] == contenders - {"mycoll-ops"}
         planted = on_ranks(
             *(2, ",".join(operations[:3]), "--ops"),
             *("-b", "64", "-e", "64", "--json", str(results), *_QUICK),
@@ -185,7 +180,8 @@ class TestRuns:
     def test_a_backend_that_fails_on_the_way(
         self, kind: str, count: int, code: int, tmp_path: Path
     ) -> None:
-        """By a dead group, or where it could do that before; what it never could is no failure."""
+        """It fails if the group is dead, or if it could run this size before; else it is
+        skipped."""
         path = tmp_path / "out.jsonl"
         done = on_ranks(
             *(1, kind, str(count), "all_reduce", "--backend", "mycoll,gloo", "-b", "8"),
@@ -199,7 +195,7 @@ class TestRuns:
         other = 18 - count
         assert ratios == {("mycoll", other): "", ("gloo", other): "mycoll", ("gloo", count): ""}
 
-    def test_a_backend_that_is_not_there(self) -> None:
+    def test_a_backend_that_does_not_exist(self) -> None:
         done = on_ranks(1, "barrier", "--backend", "gloo,no_such_backend", *_QUICK)
         assert done.returncode == 1
         assert "left out: no_such_backend" in done.stdout
@@ -208,7 +204,7 @@ class TestRuns:
     def test_nproc_beside_variables_of_another_launcher(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As Kubernetes exports them to every pod of a job."""
+        """Kubernetes exports such variables to every pod of a job."""
         for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
         done = run_bench("barrier", "--nproc", "2", "--backend", "gloo", *_QUICK)
@@ -216,28 +212,14 @@ class TestRuns:
         assert "barrier, 2 ranks" in done.stdout, done.stdout
 
     def test_a_reader_that_goes_away(self) -> None:
-        """As in `mycoll bench ... | head -1`: both ranks end at once, and without a word."""
-        paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        """As in `mycoll bench ... | head -1`: both ranks end promptly and print nothing."""
+        words = ["-m", "mycoll", "bench", "all_reduce", "--nproc", "2", "--rounds", "100"]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "mycoll",
-                "bench",
-                "all_reduce",
-                "--nproc",
-                "2",
-                "--rounds",
-                "100",
-            ],
+            [sys.executable, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # torch warns where a name server does not answer.
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-            },
+            # torch warns if a name server does not answer.
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith(b"# mycoll bench")
@@ -260,7 +242,7 @@ class TestRuns:
 
 class TestDevice:
     def test_events_and_cpu_time(self, tmp_path: Path) -> None:
-        """On the stand-in accelerator, as `--device cuda` on a GPU."""
+        """On the stand-in accelerator, like `--device cuda` on a GPU."""
         if accelerator.folder() is None:
             pytest.skip("the stand-ins are not built; ./dev builds them")
         file = tmp_path / "rows.jsonl"
@@ -280,7 +262,7 @@ class TestDevice:
             assert row.extra["cpu_us"] > 0
             assert row.time_us > 0
 
-    def test_without_one(self) -> None:
+    def test_unknown_device(self) -> None:
         run = on_ranks(1, "all_reduce", "--device", "nonsense")
         assert run.returncode != 0
         assert "knows no 'nonsense'" in run.stderr

@@ -1,4 +1,4 @@
-"""The harness itself, in this process: options, patterns, caches, contenders."""
+"""Parts of `mycoll bench`, in this process: options, patterns, caches, contenders."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestPatterns:
 
     @pytest.mark.parametrize("name", ["complex64", "complex128"])
     def test_imaginary_parts(self, name: str) -> None:
-        """Also right: any order, and whatever sign that gives a zero."""
+        """Any order of the inputs is correct, and so is either sign of a zero."""
 
         def result(redop: str, reduce: Callable[..., torch.Tensor], *order: int) -> int:
             pattern = Pattern(getattr(torch, name), redop, ranks=3, seed=1)
@@ -134,7 +134,7 @@ class TestPatterns:
 
 class TestCaches:
     @pytest.mark.parametrize("ranks", [2, 8, 64])
-    def test_those_who_talk_cover_them(self, ranks: int) -> None:
+    def test_working_set_exceeds_the_caches(self, ranks: int) -> None:
         world = alone(size=ranks, local_size=ranks, cache_bytes=64 << 20)
         workload = PingPongWorkload(Case("pingpong", 65536, "uint8", "none", -1), world, False)
         assert 2 * workload.arena.windows * workload.touched_bytes >= 2 * world.cache_bytes
@@ -149,8 +149,8 @@ class TestCaches:
         assert [index % 33 for index in beginnings[:4]] == [0, 16, 32, 15]
         assert len({index % 33 for index in beginnings}) == len(beginnings) == 33
 
-    def test_those_of_all_ranks_of_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each bound to a core whose cache is its own."""
+    def test_caches_of_all_ranks_of_a_host_are_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each rank is bound to a core with its own cache."""
 
         def gather(boxes: list[object], mine: object) -> None:
             boxes[:] = [(socket.gethostname(), [0]), (socket.gethostname(), [1]), ("other", [2])]
@@ -169,7 +169,7 @@ class TestCaches:
 
 
 class TestContenders:
-    def test_one_that_dies_is_left_out(self) -> None:
+    def test_a_contender_that_dies_is_left_out(self) -> None:
         class Steady(Contender):
             rounds = 0
 
@@ -195,7 +195,7 @@ class TestContenders:
         assert measurement.notes == ["dying: it is dead"]
 
 
-def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["all_reduce", "--nproc", "abc"])
     assert "'abc' is not a whole number" in capsys.readouterr().err

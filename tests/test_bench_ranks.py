@@ -1,4 +1,4 @@
-"""How `mycoll bench` starts its ranks, and how they end: together, and never without a word."""
+"""How `mycoll bench` starts its ranks, and that they end together and with a message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import mycoll
 import pytest
 from mycoll import bench, launch
 from mycoll._terminal import INTERRUPTED
@@ -20,34 +19,28 @@ from worlds import warm
 _TIMEOUT_SECONDS = 120
 
 
-def environment(**changes: str) -> dict[str, str]:
-    paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **changes}
-
-
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A shell has what it runs in the background ignore Ctrl-C, and children inherit that."""
+    """Restores Ctrl-C, which a shell disables in background jobs and their children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def is_rank(pid: str) -> bool:
-    """And not multiprocessing's resource tracker."""
+    """Whether it is a rank, not multiprocessing's resource tracker."""
     return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @contextlib.contextmanager
 def measuring() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run of two ranks that goes on for long, and has begun; its ranks' process ids."""
+    """A long run of two ranks that has started, and the process ids of its ranks."""
     process = subprocess.Popen(
         [sys.executable, "-m", "mycoll", "bench", "all_reduce,barrier", "--nproc", "2"]
         + ["--backend", "gloo", "-b", "8", "-e", "64", "-n", "2", "--rounds", "1000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
         start_new_session=True,
     )
     ranks: list[int] = []
@@ -87,7 +80,7 @@ def test_a_rank_that_is_killed() -> None:
 
 
 @pytest.mark.tools
-def test_no_rank_outlives_who_started_it() -> None:
+def test_ranks_end_with_their_launcher() -> None:
     with measuring() as (process, ranks):
         process.kill()
         assert all(map(has_ended, ranks))
@@ -95,7 +88,7 @@ def test_no_rank_outlives_who_started_it() -> None:
 
 @pytest.mark.tools
 def test_interrupted() -> None:
-    """Ctrl-C ends the ranks, also those that do not run."""
+    """Ctrl-C ends the ranks, also stopped ones."""
     with measuring() as (process, ranks):
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
@@ -107,7 +100,7 @@ def test_interrupted() -> None:
 
 @pytest.mark.tools
 def test_interrupted_together() -> None:
-    """As a terminal sends it: to all processes of the group."""
+    """A terminal sends the signal to all processes of the group."""
     with measuring() as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
@@ -136,7 +129,7 @@ def test_ranks_of_torchrun_start_none(
 
 
 @pytest.mark.tools
-def test_a_file_of_rank_0_that_cannot_be_written_ends_all() -> None:
+def test_an_unwritable_file_of_rank_0_ends_all_ranks() -> None:
     """Under a launcher that does not end the others, such as srun."""
     words = ("bench", "barrier", "--json", "/nonexistent/x")
     ended = warm.ranks(warm.module("mycoll"), 2, *words, timeout=_TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""What becomes of measured rows: statistics, table, files, comparison, picture."""
+"""Processing of measured rows: statistics, table, files, comparison, plot."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class TestCompare:
         changed = [rows[0], self.slowed(rows[1], 1.3), self.slowed(rows[2], 0.5)]
         after = self.write(tmp_path / "b.jsonl", changed)
         assert main(["compare", before, after]) == 0
-        said = capsys.readouterr().out
-        assert "slower  all_reduce 4 KiB gloo" in said
-        assert "faster  broadcast 1 KiB gloo" in said
-        assert "1 faster, 1 slower, 1 the same" in said
+        output = capsys.readouterr().out
+        assert "slower  all_reduce 4 KiB gloo" in output
+        assert "faster  broadcast 1 KiB gloo" in output
+        assert "1 faster, 1 slower, 1 the same" in output
 
     def test_nothing_to_compare_is_no_success(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -83,12 +83,12 @@ class TestCompare:
         before = self.write(tmp_path / "a.jsonl", rows)
         after = self.write(tmp_path / "b.jsonl", [rows[0], self.slowed(rows[1], 2.0)])
         assert main(["compare", before, after, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
-        (change,) = said["changes"]
+        report = json.loads(capsys.readouterr().out)
+        (change,) = report["changes"]
         assert change["row"] == "all_reduce 4 KiB gloo" and change["verdict"] == "slower"
         assert change["low"] <= change["value"] <= change["high"]
         assert change["value"] == pytest.approx(2.0)
-        counts = {key: said[key] for key in ("faster", "slower", "same", "unsure")}
+        counts = {key: report[key] for key in ("faster", "slower", "same", "unsure")}
         assert counts == {"faster": 0, "slower": 1, "same": 1, "unsure": 0}
 
     def test_few_rounds_prove_nothing(
@@ -98,8 +98,8 @@ class TestCompare:
         before = self.write(tmp_path / "a.jsonl", [few])
         after = self.write(tmp_path / "b.jsonl", [self.slowed(few, 9.0)])
         assert main(["compare", before, after]) == 0
-        said = capsys.readouterr().out
-        assert "unsure" in said and "too few rounds" in said and "[" not in said
+        output = capsys.readouterr().out
+        assert "unsure" in output and "too few rounds" in output and "[" not in output
 
     @pytest.mark.parametrize("threshold", ["-1", "nan", "inf"])
     def test_nonsense_is_refused(self, threshold: str) -> None:
@@ -129,7 +129,7 @@ class TestCompare:
 
 
 class TestReport:
-    def test_heading_stands_above_its_column(self) -> None:
+    def test_headings_are_aligned_with_columns(self) -> None:
         slow = example_row(contender="openmpi-tcp", time_us=123456.7, ratio=17.25)
         slow = replace(slow, ratio_low=10.01, ratio_high=123.4, busbw=100.0, size=300 << 20)
         heading = table_header(slow, "mycoll").splitlines()[-1]
@@ -140,7 +140,7 @@ class TestReport:
         assert len(line) <= 80
         assert table_line(replace(slow, wrong=7)).endswith("  7 WRONG")
 
-    def test_ratios_say_which_is_slower(self) -> None:
+    def test_ratios_name_the_slower(self) -> None:
         row = example_row(ratio=11.42, ratio_low=8.6, ratio_high=17.31)
         assert ratio(row) == "11.4x slower [8.6, 17.3]"
         row = example_row(ratio=0.5, ratio_low=0.4, ratio_high=0.8)
@@ -164,7 +164,7 @@ class TestReport:
         assert percentile([1.0], 99) == 1
         assert percentile([0.0, 10.0], 25) == 2.5
 
-    def test_pairs_take_out_what_disturbs_both(self) -> None:
+    def test_paired_ratios_cancel_common_noise(self) -> None:
         load = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0]
         found = paired_ratio([2 * value for value in load], load)
         assert (found.low, found.value, found.high) == (2, 2, 2)
@@ -202,7 +202,7 @@ class TestPlot:
         picture = tmp_path / "out.png"
         assert str(picture) in draw(str(picture), self.header, [floor, replace(floor, size=4096)])
 
-    def test_by_default_it_is_drawn_where_it_can_be(
+    def test_default_plot_is_drawn_if_possible(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -238,7 +238,7 @@ def test_time_left() -> None:
     assert step(3, 4, "x", 12.0).endswith(f", about {show_seconds(4.0)} left")
 
 
-def test_looking_at_files_changes_none(tmp_path: Path) -> None:
+def test_checking_files_does_not_change_them(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("a row")
     assert (unwritable(str(old)), unwritable(str(new))) == ("", "")
@@ -246,7 +246,7 @@ def test_looking_at_files_changes_none(tmp_path: Path) -> None:
     assert "directory" in unwritable(str(tmp_path)).lower()
 
 
-def test_looking_at_files_leaves_links(tmp_path: Path) -> None:
+def test_checking_files_does_not_follow_links(tmp_path: Path) -> None:
     link, circle = tmp_path / "link", tmp_path / "circle"
     link.symlink_to(tmp_path / "target")
     circle.symlink_to(circle)
@@ -255,14 +255,14 @@ def test_looking_at_files_leaves_links(tmp_path: Path) -> None:
     assert unwritable(str(circle)) != ""
 
 
-def test_pictures_have_an_ending_that_is_known() -> None:
+def test_plots_need_a_known_suffix() -> None:
     pytest.importorskip("matplotlib")
     assert "must end in" in undrawable("out.xyz")
     assert undrawable("out.png") == undrawable("out.PDF") == undrawable("out") == ""
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_files_are_looked_at_first(
+def test_files_are_checked_before_ranks_start(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if option == "--plot":

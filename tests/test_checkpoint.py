@@ -42,10 +42,10 @@ def saved(ctx: Ctx, folder: str, how: str) -> None:
     optimizer = sgd(net)
     train(net, [ctx.rank], optimizer, range(2))
     if how == "async":
-        # A group of its own: it calls collectives from a thread of its own.
+        # async_save calls collectives from its own thread, which needs its own group.
         group = dist.new_group()
         future = dcp.async_save(states(net, optimizer), checkpoint_id=folder, process_group=group)
-        # Training goes on meanwhile; what is saved is the state of the call.
+        # Training continues meanwhile; the state at the time of the call is saved.
         train(net, [ctx.rank], optimizer, range(2, 4))
         getattr(future, "upload_completion", future).result()
         dist.destroy_process_group(group)
@@ -55,7 +55,7 @@ def saved(ctx: Ctx, folder: str, how: str) -> None:
 
 
 def loaded(ctx: Ctx, folder: str, ranks: int) -> None:
-    """Goes on where `ranks` ranks were, on any number of ranks."""
+    """Continues where `ranks` ranks stopped, on any number of ranks."""
     wanted = model()
     optimizer = sgd(wanted)
     train(wanted, list(range(ranks)), optimizer, range(2))
@@ -111,7 +111,7 @@ def whole_model(ctx: Ctx, folder: str) -> None:
     ctx.equal(target["step"], 4)
     for name, got in target["model"].items():
         close(ctx, got, net.state_dict()[name], name, 0)
-    if ctx.rank == 0:  # also without any group
+    if ctx.rank == 0:  # also without a group
         alone = {"model": {k: torch.zeros_like(v) for k, v in net.state_dict().items()}}
         dcp.load(alone, checkpoint_id=folder, no_dist=True)
         for name, got in alone["model"].items():
@@ -125,7 +125,7 @@ def test_ddp_checkpoint(world, tmp_path: Path):
 
 
 def frozen(ctx: Ctx) -> None:
-    """The state_dict helpers' options."""
+    """Options of the state_dict helpers."""
     net = sharded()
     net[0].requires_grad_(False)
     state = get_model_state_dict(net, options=StateDictOptions(ignore_frozen_params=True))

@@ -31,7 +31,7 @@ def test_coalescing_manager(world, mode):
 
 
 def manager_of_mixed_ops(ctx: Ctx) -> None:
-    """Different operations in one block, with a device: each is issued as it comes."""
+    """Different operations in one block, with a device: each is issued in turn."""
     x, y = torch.full((5,), float(ctx.rank)), torch.full((3,), float(ctx.rank))
     with _coalescing_manager(device=torch.device("cpu")):
         dist.broadcast(y, 1)
@@ -46,7 +46,7 @@ def test_coalescing_manager_of_mixed_ops(world):
 
 
 def block_of_others(ctx: Ctx) -> None:
-    """As torch's collectives, a block of a group does nothing on the ranks outside it."""
+    """Like torch's collectives, a block of a group does nothing on ranks outside the group."""
     group = dist.new_group([0])
     x = torch.ones(3)
     with _coalescing_manager(group=group):
@@ -60,7 +60,7 @@ def test_a_block_of_a_group_of_others(world):
     world.run(block_of_others)
 
 
-# --- blocks that an exception ends
+# --- blocks that raise
 
 
 @pytest.mark.worlds(2, 3, tcp=(3,))
@@ -79,7 +79,7 @@ def test_blocks_of_two_threads(world):
 
 
 def destroyed_in_a_block(ctx: Ctx) -> None:
-    """torch drops the operations, and then misses the block at its end."""
+    """torch drops the operations, and then does not find the block at its end."""
     group = dist.new_group()
     is_destroyed = False
     with pytest.raises(KeyError), _coalescing_manager(group):
@@ -96,7 +96,7 @@ def test_a_group_that_is_destroyed_in_a_block(world):
 
 
 def tensors_that_share_memory(ctx: Ctx) -> None:
-    """Each is reduced as it was before the call, whatever its size."""
+    """Each tensor is reduced with its values before the call, for any size."""
     total = float(sum(range(1, ctx.size + 1)))
     for count in (4, 100_000):
         x = torch.full((count + 2,), ctx.rank + 1.0)
@@ -112,7 +112,7 @@ def test_tensors_that_share_memory(world):
 
 
 def lazily_conjugated_beside_others(ctx: Ctx) -> None:
-    """Several tensors in one call, of which one is conjugated without a copy."""
+    """Several tensors in one call, one of which is lazily conjugated."""
     first = torch.full((5,), 1 + 2j)
     second = torch.full((5,), 3 + 4j).conj()
     third = torch.full((5,), 5 + 0j)

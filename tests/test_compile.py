@@ -1,4 +1,4 @@
-"""torch.compile, AOT autograd and make_fx over programs with collectives inside."""
+"""torch.compile, AOT autograd and make_fx of programs with collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worlds import arith
 from worlds.training import close, compare, model, reference, train
 from worlds.worker import Ctx
 
-# Inductor compiles C++ and is slow on a busy machine; the collectives are lowered before it.
+# Inductor compiles C++, which is slow; the collectives are lowered before it.
 BACKEND = "aot_eager"
 
 
@@ -41,7 +41,7 @@ def test_functional_collectives_in_one_graph(world):
 
 
 def traceable(ctx: Ctx) -> None:
-    """What dynamo itself makes functional: the in-place collectives of torch.distributed."""
+    """Dynamo itself makes the in-place collectives of torch.distributed functional."""
 
     def body(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -64,7 +64,7 @@ def test_collectives_in_place(world):
 
 
 def graph_of_aot(ctx: Ctx) -> None:
-    """make_fx and aot_function see the collectives as operators, and the graph runs."""
+    """make_fx and aot_function record the collectives as operators, and the graph runs."""
     from functorch.compile import aot_function, make_boxed_func
     from torch.fx.experimental.proxy_tensor import make_fx
 

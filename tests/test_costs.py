@@ -1,4 +1,4 @@
-"""What groups cost while nobody uses them, and what memory they take to move data through."""
+"""The CPU time of groups that are not used, and the staging memory of groups that are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
 
-MIB_FIRST = 4  # of staging memory, a rank's share, with a ring to a neighbour
+MIB_FIRST = 4  # a rank's share of staging memory, including a ring to a neighbour
 MIB_FURTHER = 1
 IDLE_SECONDS = 1
 IDLE_WINDOWS = 3
@@ -19,14 +19,14 @@ IDLE_SHARE = 0.001  # of a core
 SPIN = ("MYCOLL_SPIN_US", "100000")
 NEAR = ("MYCOLL_DISTANCE", "near")  # where rings are larger
 
-groups: list[dist.ProcessGroup] = []  # of the rank that imports this, from one job to the next
+groups: list[dist.ProcessGroup] = []  # kept by each rank from one job to the next
 
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 
 def collectives(ctx: Ctx, group: dist.ProcessGroup) -> None:
-    """Each way to move data, with tensors larger than what they are moved through."""
+    """Each way to move data, with tensors larger than the staging memory."""
     x = torch.ones(2 << 20)
     parts = torch.empty(ctx.size, x.numel())
     for is_async in (False, True, False):
@@ -64,14 +64,14 @@ def exchange(ctx: Ctx) -> None:
 
 
 def staging_mib(pids: list[int]) -> float:
-    """Memory that ranks share to move data, as far as it has been touched: a rank's share."""
+    """A rank's share of the resident staging memory."""
     kib, is_staging = 0, False
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
             if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
                 is_staging = "/memfd:mycoll " in line
             elif is_staging and line.startswith("Pss:"):
-                kib += int(line.split()[1])  # of each page the part of one of those who map it
+                kib += int(line.split()[1])  # each page divided by the number of its mappings
     return kib / 1024 / len(pids)
 
 
@@ -99,9 +99,9 @@ def idle(ctx: Ctx) -> float:
         collectives(ctx, group)
         message_to_neighbour(ctx, group)
     dist.barrier()
-    time.sleep(0.5)  # a thread may linger a moment for what comes next
+    time.sleep(0.5)  # a thread may wait for further work for some time
     shares = []
-    for _ in range(IDLE_WINDOWS):  # what is done all the time shows in each of them
+    for _ in range(IDLE_WINDOWS):  # continuous work shows in each of them
         before = time.process_time()
         time.sleep(IDLE_SECONDS)
         shares.append((time.process_time() - before) / IDLE_SECONDS)
@@ -109,6 +109,6 @@ def idle(ctx: Ctx) -> float:
 
 
 def test_an_idle_group_uses_no_cpu_time(fresh, transport):
-    """Nor does one whose ranks were told to spin while they wait."""
+    """This includes groups whose ranks spin while they wait."""
     shares = fresh(2, transport, init=True, env=(SPIN,)).run(idle)
     assert max(shares) < IDLE_SHARE, shares

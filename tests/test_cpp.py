@@ -1,4 +1,4 @@
-"""Runs the engine's C++ tests, which ./dev builds and names in CPP_TEST_DIR."""
+"""Runs the engine's C++ tests, which ./dev builds into CPP_TEST_DIR."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# These take 5 to 60 s, the others little. They are begun first.
+# These take 5 to 60 s each and are started first.
 LONG = ["formation_test", "leaving_test", "simulation_test", "endpoint_test", "hosts_test"]
 LONG += ["plan_test", "many_test", "engine_test", "deadlock_test", "transport_test"]
 LONG += ["external_test", "reduce_test", "handshake_fuzz_test"]
@@ -44,8 +44,8 @@ def test_cpp(name: str) -> None:
 
 
 @pytest.mark.quick
-def test_a_word_that_chooses_no_test() -> None:
-    """Also beside one that chooses some."""
+def test_a_word_that_selects_no_test() -> None:
+    """It is an error even if another word selects some."""
     done = run("sha256_test", "Sha256", "NoSuchTest")
     assert done.returncode == BAD_USE, done.stdout
     assert "no test has 'NoSuchTest' in its name" in done.stderr

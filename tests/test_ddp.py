@@ -1,4 +1,4 @@
-"""DistributedDataParallel, in all its ways of running."""
+"""DistributedDataParallel with its options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_ddp(world):
 
 
 class Branching(nn.Module):
-    """Of its two arms each rank uses one, by step; a third is never used."""
+    """Each rank uses one of two arms, depending on the step; a third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def unused(ctx: Ctx) -> str:
             x, y = batch(step, ctx.rank)
             nn.functional.mse_loss(wrapped(x, (step + ctx.rank) % 2), y).backward()
             optimizer.step()
-        ctx.equal(net.arms[2].weight.grad, None, "gradient of what no rank used")
+        ctx.equal(net.arms[2].weight.grad, None, "gradient of an unused parameter")
         compare(ctx, net, wanted)
     return ctx.digests()
 
@@ -106,15 +106,15 @@ def test_mixed_dtypes(world):
 
 
 def uneven(ctx: Ctx) -> str:
-    """join(): ranks with different numbers of steps. Those that are done answer with zeros."""
+    """join(): ranks with different numbers of steps. Those that have finished contribute zeros."""
     for by_size in (True, False):
         wanted = model()
         optimizer = sgd(wanted)
         for step in range(1 + ctx.size):
-            taking_part = [r for r in range(ctx.size) if step < 2 + r]
-            share = ctx.size if by_size else len(taking_part)
+            active = [r for r in range(ctx.size) if step < 2 + r]
+            share = ctx.size if by_size else len(active)
             optimizer.zero_grad()
-            for rank in taking_part:
+            for rank in active:
                 x, y = batch(step, rank)
                 (nn.functional.mse_loss(wanted(x), y) / share).backward()
             optimizer.step()
@@ -138,7 +138,7 @@ def test_join(world):
 
 
 def joined_with_zero(ctx: Ctx) -> str:
-    """Join over DDP and ZeRO together, which both take part."""
+    """Join with both DDP and ZeRO."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     net = model()
@@ -161,7 +161,7 @@ def test_join_of_several(world):
 
 
 def thrown(ctx: Ctx) -> None:
-    """With throw_on_early_termination, all learn at once that one has run out of data."""
+    """With throw_on_early_termination, all ranks raise as soon as one has run out of data."""
     wrapped = DistributedDataParallel(model())
     with ctx.raises(RuntimeError, "exhausted"), wrapped.join(throw_on_early_termination=True):
         for step in range(2 + ctx.rank):
@@ -174,7 +174,7 @@ def test_join_that_throws(reused, transport):
 
 
 def buffers(ctx: Ctx) -> str:
-    """BatchNorm's running statistics are rank 0's."""
+    """The running statistics of BatchNorm are those of rank 0."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     wrapped = DistributedDataParallel(net)
@@ -184,7 +184,7 @@ def buffers(ctx: Ctx) -> str:
     wrapped.eval()
     wrapped(batch(0, 0)[0])
     wrapped.train()
-    wrapped(batch(9, 0)[0])  # begins with a broadcast of the buffers
+    wrapped(batch(9, 0)[0])  # starts with a broadcast of the buffers
     ctx.digest(net[1].running_mean)
     return ctx.digests()
 
@@ -202,7 +202,7 @@ def sync_batch_norm(ctx: Ctx) -> None:
 
 @pytest.mark.worlds(2)
 def test_sync_batch_norm_is_for_accelerators(world):
-    """docs/compatibility.md says so; a torch that admits CPU tensors needs a real test here."""
+    """See docs/compatibility.md. If torch accepts CPU tensors some day, test the result here."""
     world.run(sync_batch_norm)
 
 
@@ -239,7 +239,7 @@ def test_shared_parameters(world):
 
 
 def several_at_once(ctx: Ctx) -> str:
-    """Two DDP models in one backward pass, each in a group of its own."""
+    """Two DDP models in one backward pass, each with its own group."""
     groups = [dist.new_group() for _ in range(2)]
     first, second = (
         DistributedDataParallel(nn.Linear(20, 20), process_group=groups[0]),
@@ -262,7 +262,7 @@ def test_two_models(world):
 
 
 def early_stop(ctx: Ctx) -> list[float]:
-    """What a program does beside its gradients: metrics, and an end that all agree on."""
+    """A program that also averages metrics, and stops when rank 0 decides to."""
     net = DistributedDataParallel(model())
     means = []
     for step in range(10):

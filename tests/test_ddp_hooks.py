@@ -1,4 +1,4 @@
-"""DDP's communication hooks, optimizers that share their state, averaging of models."""
+"""DDP's communication hooks, sharded optimizers, averaging of models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.transports("shm")
 
 
 def bf16_by_another_name(group, bucket):
-    """DDP keeps the name bf16_compress_hook for NCCL, and looks no further than the name."""
+    """DDP refuses a hook with the name bf16_compress_hook unless the backend is NCCL."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -67,8 +67,8 @@ def test_compressing_hooks(world):
     assert len(set(world.run(hooks))) == 1
 
 
-# Up to torch 2.13 at least they index the future's value as NCCL's, one tensor with a row for each
-# rank; gloo's and mycoll's is a list of the tensors. docs/compatibility.md says so.
+# Up to torch 2.13 at least, these hooks expect the future's value that NCCL has, one tensor with a
+# row for each rank; with gloo and mycoll it is a list of tensors. See docs/compatibility.md.
 FOR_NCCL_ONLY = "fut.wait()[0]" in inspect.getsource(quantization_hooks)
 
 
@@ -100,17 +100,17 @@ def deep_model() -> nn.Sequential:
 
 
 def power_sgd(ctx: Ctx) -> str:
-    """Its callbacks begin operations and wait for them, while the backward pass begins others: the
-    ranks have to make of that one order, whatever their speeds. There are many buckets."""
+    """PowerSGD's callbacks start operations and wait for them, while the backward pass starts
+    others. All ranks must run them in one order, whatever their speeds. There are many buckets."""
     chance = ctx.random(ctx.rank)
 
-    def dawdle(*_) -> None:
+    def delay(*_) -> None:
         time.sleep(chance.choice((0, 0, 0.0005, 0.003)))
 
     def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
         net = deep_model()
         for layer in list(net)[1:]:  # whose inputs have gradients
-            layer.register_full_backward_hook(dawdle)
+            layer.register_full_backward_hook(delay)
         wrapped = DistributedDataParallel(net, bucket_cap_mb=0.02, process_group=group)
         state = powerSGD_hook.PowerSGDState(
             process_group=group, matrix_approximation_rank=2, start_powerSGD_iter=2
@@ -133,7 +133,7 @@ def test_power_sgd_with_many_buckets(world):
 
 
 def power_sgd_beside_gloo(ctx: Ctx) -> None:
-    """One bucket: with several, gloo's order is a matter of luck."""
+    """One bucket, because with several the order of operations over gloo is undefined."""
 
     def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
         net = model()
@@ -154,7 +154,7 @@ def test_power_sgd_beside_gloo(world):
 
 
 def post_local_sgd(ctx: Ctx) -> str:
-    """Gradients are averaged for two steps, models every second step from then on."""
+    """Gradients are averaged for two steps, then models are averaged every second step."""
 
     def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
         net = model()
@@ -178,7 +178,7 @@ def test_post_local_sgd(world):
 
 
 def hierarchical(ctx: Ctx) -> str:
-    """Models are averaged in pairs every second step, among all every fourth."""
+    """Models are averaged in pairs every second step, and among all ranks every fourth."""
     from collections import OrderedDict
 
     averager = hierarchical_model_averager.HierarchicalModelAverager(
@@ -222,7 +222,7 @@ def test_zero_redundancy_optimizer(world):
 
 
 def zero_in_hook(ctx: Ctx) -> str:
-    """The optimizer's steps overlap with the backward pass; torch refuses this to gloo."""
+    """The optimizer's steps overlap with the backward pass; torch refuses this over gloo."""
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 
     wanted = reference(ctx)
@@ -239,7 +239,7 @@ def zero_in_hook(ctx: Ctx) -> str:
             )
             hook = getattr(ddp_zero_hook, name)(default_hooks.allreduce_hook, wrapped, optimizer)
             wrapped.register_comm_hook(None, hook)
-            # The first passes only find out which rank has which bucket; nothing is updated.
+            # The first passes only assign buckets to ranks; nothing is updated.
             for step in (0, 0, 0, *range(STEPS)):
                 wrapped.zero_grad(set_to_none=False)
                 x, y = batch(step, ctx.rank)

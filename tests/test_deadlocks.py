@@ -1,4 +1,4 @@
-"""Ranks that wait for each other are told so in seconds, long before the group's timeout."""
+"""Ranks that wait for each other get an error in seconds, long before the group's timeout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def groups_never_used_in_crossed_order(ctx: Ctx) -> None:
 
 
 def async_then_waits_in_crossed_order(ctx: Ctx) -> None:
-    """Enqueuing is harmless; what is waited for before the other is begun is not."""
+    """Each rank waits for one operation before it starts the other."""
     groups = [new_group(ctx) for _ in range(2)]
     for group in groups if ctx.rank == 0 else groups[::-1]:
         dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
@@ -69,7 +69,7 @@ def message_against_collective(ctx: Ctx) -> None:
         dist.all_reduce(torch.ones(10))
 
 
-# With how many ranks, and what all texts have in them.
+# The number of ranks, and the words that each rank's error contains.
 CASES: dict[Callable[[Ctx], None], tuple[int, tuple[str, ...]]] = {
     groups_in_crossed_order: (2, ("all_reduce", "group '1'", "group '2'")),
     groups_never_used_in_crossed_order: (2, ("barrier", "group '1'", "group '2'")),
@@ -82,7 +82,7 @@ CASES: dict[Callable[[Ctx], None], tuple[int, tuple[str, ...]]] = {
 }
 
 
-def falls_in(ctx: Ctx, case: Callable[[Ctx], None]) -> Seen:
+def runs_case(ctx: Ctx, case: Callable[[Ctx], None]) -> Seen:
     import mycoll
 
     ctx.init(pg_options=mycoll.Options(warn_after=WARN_AFTER))
@@ -100,10 +100,10 @@ OVER_TCP_TOO = (groups_in_crossed_order, receives_from_each_other, large_sends_t
 )
 def test_the_error_names_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+        pytest.skip("gloo does not detect deadlocks")
     size, words = CASES[case]
     world = reused(size, over)
-    for rank, seen in enumerate(world.run(falls_in, case)):
+    for rank, seen in enumerate(world.run(runs_case, case)):
         assert seen.kind == "DistBackendError", (rank, seen)
         assert "DEADLOCK" in seen.text, seen.text
         for word in (*words, *(f"rank {r} (" for r in range(size))):
@@ -112,7 +112,7 @@ def test_the_error_names_a_deadlock(reused, backend, case, over):
 
 
 def a_thread_calls_later(ctx: Ctx) -> None:
-    """The thread that answers has made no call yet."""
+    """The thread that sends has made no call yet."""
     answer = threading.Timer(1.0, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
     answer.start()
     dist.recv(torch.zeros(3), (ctx.rank + 1) % ctx.size)
@@ -120,7 +120,7 @@ def a_thread_calls_later(ctx: Ctx) -> None:
 
 
 def a_callback_calls_later(ctx: Ctx) -> None:
-    """Rank 0's second call is held until the callback of the first has run."""
+    """Rank 0's second call waits until the callback of the first has run."""
     groups = [new_group(ctx) for _ in range(2)]
     first = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
     if ctx.rank == 0:
@@ -141,5 +141,5 @@ def test_a_late_call_is_not_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo has no futures of messages")
     world = reused(2, over)
-    for rank, seen in enumerate(world.run(falls_in, case)):
+    for rank, seen in enumerate(world.run(runs_case, case)):
         assert not seen.kind, (rank, seen)

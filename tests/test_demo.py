@@ -11,7 +11,7 @@ from worlds import warm
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--steps", "--rounds"])
-def test_none(capsys: pytest.CaptureFixture[str], option: str) -> None:
+def test_counts_must_be_positive(capsys: pytest.CaptureFixture[str], option: str) -> None:
     demo = pytest.importorskip("mycoll.demo", reason="the package is not on the path")
     with pytest.raises(SystemExit) as end:
         demo.main([option, "0"])
@@ -40,8 +40,8 @@ def test_demo(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.tools
-def test_nobody_reads_it() -> None:
-    """As in `mycoll demo | head -1`: it ends soon, without a traceback."""
+def test_closed_output() -> None:
+    """As in `mycoll demo | head -1`: it ends promptly, without a traceback."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     run = [sys.executable, "-m", "mycoll", "demo", "--steps", "1000000"]
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What ./dev says when something is missing: one sentence, with the command that installs it."""
+"""./dev: its options, and its errors, which name the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_contradiction(checkout: Path) -> None:
 
 
 def shown(checkout: Path, *words: str) -> list[str]:
-    """What the verb's program is started with, by an interpreter that shows its arguments. The
-    build before it is left out."""
+    """The arguments of the program that a verb starts, without the build before it. The interpreter
+    is replaced by one that prints its arguments."""
     script = checkout / "dev"
     text = script.read_text().replace(
         "\nbuild() {", "\nbuild() { prepare_python; }\nreal_build() {"
@@ -114,17 +114,17 @@ def shown(checkout: Path, *words: str) -> list[str]:
         ["gpu", "smoke", "--python=HERE", "--rehearse"],
     ],
 )
-def test_options_of_dev_are_taken_anywhere(checkout: Path, words: list[str]) -> None:
+def test_options_of_dev_may_be_anywhere(checkout: Path, words: list[str]) -> None:
     assert shown(checkout, *words) == ["-m", "gpu", "smoke", "--rehearse"]
 
 
-def test_quoted_arguments_stay_whole(checkout: Path) -> None:
+def test_quoted_arguments_are_not_split(checkout: Path) -> None:
     words = ["test", "-k", "one or two", "--python", "HERE", "--deadline", "20"]
     assert shown(checkout, *words) == ["-m", "pytest", "-k", "one or two", "--deadline", "20"]
 
 
-def test_the_suite_and_what_it_leaves_out(checkout: Path) -> None:
-    """Together they are all tests."""
+def test_selections_of_tests(checkout: Path) -> None:
+    """`test` and `test --tools` together run all tests."""
     for words, chosen in ([], "not tools"), (["--tools"], "tools"):
         assert shown(checkout, "test", *words, "--python", "HERE")[:4] == [
             "-m",
@@ -137,10 +137,10 @@ def test_the_suite_and_what_it_leaves_out(checkout: Path) -> None:
 
 
 def test_options_that_are_not_of_dev(checkout: Path) -> None:
-    """Those behind `--`, and those of a program."""
+    """Options after `--`, and options of a program, are passed on."""
     other = ["--python", "no-such-interpreter", "--torch", "9.9.9"]
-    told = shown(checkout, "bench", "--nproc", "2", "--python", "HERE", "--", *other)
-    assert told == ["-m", "mycoll", "bench", "--nproc", "2", "--", *other]
+    passed_on = shown(checkout, "bench", "--nproc", "2", "--python", "HERE", "--", *other)
+    assert passed_on == ["-m", "mycoll", "bench", "--nproc", "2", "--", *other]
     assert shown(checkout, "python", "--python", "HERE", "x.py", *other) == ["x.py", *other]
     assert shown(checkout, "python", "--python", "HERE", "-m", "x", *other) == ["-m", "x", *other]
 
@@ -153,8 +153,8 @@ def test_option_without_a_value(checkout: Path, option: str) -> None:
 
 
 def sanitized(checkout: Path, *words: str, **programs: str) -> subprocess.CompletedProcess[str]:
-    """`./dev sanitize` where these scripts are the programs of tests/cpp, with a test Suite.NAME of
-    each. An empty one was not built."""
+    """Runs `./dev sanitize` with these scripts as the programs of tests/cpp. Each has one test,
+    Suite.NAME. An empty script means that the program was not built."""
     script = checkout / "dev"
     text = script.read_text().replace("\ncmake_build() {", "\ncmake_build() { :; }\nreal_build() {")
     script.write_text(text)
@@ -184,7 +184,7 @@ def test_sanitize_runs_all_programs(checkout: Path) -> None:
     assert len(re.findall(r"c_test\.Suite\.c_test .*\*\*\*Skipped", done.stdout)) == 2
 
 
-def test_sanitize_runs_what_words_choose(checkout: Path) -> None:
+def test_sanitize_runs_selected_tests(checkout: Path) -> None:
     words = ["a_test", "Suite.b"]
     done = sanitized(checkout, *words, a_test="exit 0", b_test="exit 0", c_test="exit 1")
     assert done.returncode == 0, done.stdout
@@ -192,7 +192,7 @@ def test_sanitize_runs_what_words_choose(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "programs", "told"),
+    ("words", "programs", "message"),
     [
         ([], {"a_test": "exit 0", "b_test": ""}, "b_test.NOT_BUILT"),
         ([], {"a_test": "exit 1"}, "a_test.Suite.a_test (Failed)"),
@@ -211,16 +211,17 @@ def test_sanitize_runs_what_words_choose(checkout: Path) -> None:
         *("short, no tests", "short, not built", "short, skipped"),
     ],
 )
-def test_sanitize_never_runs_nothing(
-    checkout: Path, words: list[str], programs: dict[str, str], told: str
+def test_sanitize_fails_if_a_test_does_not_run(
+    checkout: Path, words: list[str], programs: dict[str, str], message: str
 ) -> None:
     done = sanitized(checkout, *words, **programs)
-    assert done.returncode == 1 and told in done.stdout + done.stderr, done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and message in output, output
 
 
 @pytest.mark.parametrize("name", ["tsan-short", "asan-short"])
-def test_each_word_of_a_short_selection_chooses_a_test(name: str) -> None:
-    """So that a renamed test is missed here, before the stage is built."""
+def test_each_word_of_a_short_selection_matches_a_test(name: str) -> None:
+    """Detects a renamed test before the stage is built."""
     presets = json.loads((ROOT / "CMakePresets.json").read_text())
     [built] = [each["targets"] for each in presets["buildPresets"] if each["name"] == name]
     [run] = [each["filter"] for each in presets["testPresets"] if each["name"] == name]
@@ -242,7 +243,7 @@ def test_each_word_of_a_short_selection_chooses_a_test(name: str) -> None:
 
 
 def test_gpu_without_one(checkout: Path) -> None:
-    """Says so at once, before anything is built."""
+    """It fails before anything is built."""
     done = dev(checkout, "gpu", "--python", sys.executable, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "./dev gpu needs a GPU" in done.stderr

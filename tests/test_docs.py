@@ -1,4 +1,4 @@
-"""docs/ against themselves and the code: tables, links, anchors, commands, errors, the API."""
+"""Checks docs/ and other pages: tables, links, anchors, commands, errors, the API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_of(page: Path) -> str:
 
 
 def prose(text: str) -> list[str]:
-    """The lines outside of fenced blocks; those inside are empty, so that numbers stay right."""
+    """The lines outside of fenced blocks; those inside become empty, which keeps line numbers."""
     lines = []
     is_fenced = False
     for line in text.splitlines():
@@ -40,7 +40,7 @@ def prose(text: str) -> list[str]:
 
 
 def cells(row: str) -> list[str]:
-    """As GitHub cuts a row: at each | without a backslash, also inside `code`."""
+    """Splits a row as GitHub does: at each | without a backslash, also inside `code`."""
     return re.split(r"(?<!\\)\|", row.strip().strip("|"))
 
 
@@ -108,8 +108,8 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in anchors(there), target
 
 
-def test_every_page_can_be_found() -> None:
-    """In the site's navigation, and from docs/README.md."""
+def test_every_page_is_linked() -> None:
+    """From the site's navigation, and from docs/README.md."""
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = set(re.findall(r": (\S+\.md)$", nav, re.M))
@@ -137,7 +137,7 @@ def test_the_picture_shows_the_recorded_results() -> None:
 
 
 def families() -> dict[str, str]:
-    """By heading: what docs/errors.md says about a family of errors."""
+    """The sections of docs/errors.md about families of errors, by heading."""
     parts = re.split(r"^### (.+)\n", ERRORS.read_text(), flags=re.M)
     texts = [re.split(r"^## ", part, flags=re.M)[0] for part in parts[2::2]]
     return dict(zip(parts[1::2], texts, strict=True))
@@ -149,13 +149,13 @@ def test_there_are_families_of_errors() -> None:
 
 @pytest.mark.parametrize("family", families())
 def test_family_of_errors(family: str) -> None:
-    """An example of what the user sees, then the cause, then the remedy."""
+    """Each family has an example, then the cause, then the remedy."""
     text = families()[family]
     assert re.match(r"\n```\n\S[^`]+\n```\n", text), "an example comes first"
     assert re.search(r"^\*\*Cause\.\*\* \S.*^\*\*What to do\.\*\* ?\S?", text, re.M | re.S), text
 
 
-# What a quoted error has in place of a name or a number: these parts are different each time.
+# The parts of a quoted error that vary, such as names and numbers.
 VARIABLE = re.compile(
     r"""
       rank\ \d+(?:\ \([^)]*\))?                       # rank 3 (node1:4711)
@@ -169,7 +169,7 @@ VARIABLE = re.compile(
     """,
     re.VERBOSE,
 )
-# The words of the system, NCCL and CUDA, which follow mycoll's.
+# Messages of the system, NCCL and CUDA, which follow mycoll's text.
 OF_OTHERS = {
     "CUDA error",
     "Connection reset by peer",
@@ -184,13 +184,13 @@ OF_OTHERS = {
 
 
 def fixed_words(quoted: str) -> list[str]:
-    """What is the same each time in an error that a page quotes, where it is two words and more."""
+    """The constant parts of a quoted error that have at least two words."""
     pieces = (piece.strip(" :;,.()=#") for piece in VARIABLE.sub("\n", quoted).splitlines())
     return [piece for piece in pieces if " " in piece and piece not in OF_OTHERS]
 
 
 def cpp_strings(source: str) -> list[str]:
-    """The string literals of C++; those that follow each other are one, those in comments none."""
+    """The string literals of C++ outside of comments; adjacent ones are joined."""
     found = [""]
     token = r"""(//[^\n]*|/\*.*?\*/|'(?:\\.|[^'\\])'|\s+)|"((?:\\.|[^"\\\n])*)"|."""
     for match in re.finditer(token, source, re.DOTALL):
@@ -202,7 +202,7 @@ def cpp_strings(source: str) -> list[str]:
 
 
 def is_in_code(piece: str) -> bool:
-    """Its first or its last word may be a name that stands in the text."""
+    """Whether the code has this text; its first or its last word may be a name."""
     words = piece.split()
     parts = [piece] + [" ".join(part) for part in (words[1:], words[:-1]) if len(part) > 1]
     return any(part in texts_of_code() for part in parts)
@@ -210,7 +210,7 @@ def is_in_code(piece: str) -> bool:
 
 @cache
 def texts_of_code() -> str:
-    """All string literals of csrc/ and python/mycoll, a line each."""
+    """All string literals of csrc/ and python/mycoll, one line each."""
     texts = []
     for source in sorted((ROOT / "csrc").rglob("*")):
         if source.suffix in {".h", ".cpp", ".inc"}:
@@ -277,13 +277,13 @@ def test_api_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     shown = set(re.findall(r"^ +([a-z]+)  +\S", capsys.readouterr().out, re.M))
     documented = set(re.findall(r"^\| `mycoll (\w+)", section("Command line"), re.M))
-    # Only where the sources are; elsewhere --help does not show it.
+    # --help shows `faults` only in a checkout.
     assert documented - {"faults"} <= shown <= documented
 
 
 # --- commands -------------------------------------------------------------------------------------
 
-# Each command that README tells people to type, and the test that types it.
+# Each command in the README, and the test that runs it.
 COMMANDS = {
     "./dev demo": "test_demo.py",
     "pip install mycoll-0.1.0-cp311-cp311-manylinux_2_27_x86_64.whl": "test_wheel.py",
@@ -308,7 +308,7 @@ def test_commands_of_readme() -> None:
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
 def test_verbs(page: Path) -> None:
-    """`./dev VERB` and `mycoll VERB` are verbs that exist."""
+    """`./dev VERB` and `mycoll VERB` name verbs that exist."""
     text = page.read_text()
     scripts = [ROOT / "dev", *(ROOT / ".ci").glob("*.sh")]
     dev = {verb for file in scripts for verb in re.findall(r"(?m)^verb_(\w+)", file.read_text())}
@@ -319,7 +319,7 @@ def test_verbs(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "results"], ids=name_of)
 def test_operations_of_bench(page: Path) -> None:
-    """The word after `mycoll bench` is an operation; results keep the commands of their day."""
+    """The word after `mycoll bench` is an operation. Pages of results keep their old commands."""
     from mycoll.bench.options import OPERATIONS
 
     for named in re.findall(r"mycoll bench ([a-z_,]+)", page.read_text()):

@@ -1,4 +1,4 @@
-"""Public functions and classes, and those of the compiled module, say what they do and how."""
+"""Public functions and classes, and those of the compiled module, have complete docstrings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ spec.loader.exec_module(reference)
 
 
 def undocumented(tree: ast.Module, module: object) -> list[str]:
-    """The public functions, classes and methods of a module without a docstring of their own or
+    """The public functions, classes and methods of a module without a docstring, their own or that
     of a base class."""
     found = []
     for node in tree.body:
@@ -64,25 +64,25 @@ def test_public_names_have_docstrings(path: Path) -> None:
     assert not undocumented(ast.parse(path.read_text()), module)
 
 
-def test_a_missing_docstring_is_seen() -> None:
+def test_a_missing_docstring_is_found() -> None:
     class Module:
         @staticmethod
-        def spoken() -> None:
-            """Says something."""
+        def documented() -> None:
+            """Does something."""
 
         @staticmethod
-        def silent() -> None:
+        def bare() -> None:
             pass
 
-    tree = ast.parse("def spoken(): ...\ndef silent(): ...\ndef _private(): ...")
-    assert undocumented(tree, Module) == ["silent"]
+    tree = ast.parse("def documented(): ...\ndef bare(): ...\ndef _private(): ...")
+    assert undocumented(tree, Module) == ["bare"]
 
 
 # --- Args and Returns -----------------------------------------------------------------------------
 
 
 def mistakes(docstring: str, parameters: set[str], returns: bool) -> list[str]:
-    """What a docstring lacks for a function with these parameters."""
+    """The mistakes of a docstring for a function with these parameters."""
     doc = reference.parse(docstring)
     found = [] if doc.text else ["no description"]
     if set(doc.args) != parameters:
@@ -119,7 +119,7 @@ def public_functions() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(public_functions()))
-def test_public_functions_explain_their_arguments(name: str) -> None:
+def test_public_functions_document_their_arguments(name: str) -> None:
     function = public_functions()[name]
     signature = inspect.signature(inspect.unwrap(function))
     parameters = set(signature.parameters) - {"self"}
@@ -131,7 +131,7 @@ def test_public_functions_explain_their_arguments(name: str) -> None:
 
 
 def compiled_names() -> list[str]:
-    """What csrc/bindings defines: functions, classes, and their methods and properties."""
+    """The functions, classes, methods and properties that csrc/bindings defines."""
     module = native()
     names = []
     for name, thing in vars(module).items():
@@ -155,7 +155,7 @@ def is_bound(name: str, member: object) -> bool:
 
 
 @pytest.mark.parametrize("name", compiled_names())
-def test_compiled_names_explain_themselves(name: str) -> None:
+def test_compiled_names_are_documented(name: str) -> None:
     thing: Any = native()
     for part in name.split("."):
         thing = getattr(thing, part)
@@ -163,7 +163,7 @@ def test_compiled_names_explain_themselves(name: str) -> None:
     signature = re.match(r"\w+\((.*)\) -> (.*)\n", text)
     assert reference.parse(text).text
     is_private = any(re.match("_[^_]", part) for part in name.split("."))
-    if not signature or is_private:  # a class or a property, or for the Python half
+    if not signature or is_private:  # a class, a property, or internal
         return
     plain, before = signature[1], ""
     while plain != before:  # without what is inside brackets
@@ -190,11 +190,11 @@ def examples() -> dict[str, str]:
     return found
 
 
-# Of torch's own, or of mistakes.
+# Classes of torch, and errors.
 WITHOUT = {"ArgumentError", "PutOptions", "SignalOptions", "SpawnError", "WaitSignalOptions"}
 # Part of a longer program (examples/elastic.py), and those that need a GPU (tests/test_device_*).
 NOT_RUN = {"ElasticGroup", "deregister_mem_pool", "nccl_mem_pool", "register_mem_pool"}
-# In processes of their own.
+# Run in their own processes.
 ALONE = {"log_to_python", "spawn"}
 
 

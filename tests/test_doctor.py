@@ -1,4 +1,4 @@
-"""mycoll doctor: a healthy machine, and what it says about sick ones."""
+"""mycoll doctor: its report on a healthy machine, and on machines with problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def only(check) -> doctor.Result:
 
 
 class Module:
-    """Stands for the compiled module on another machine."""
+    """Replaces the compiled module of another machine."""
 
     torch_version = "2.13.0"
 
@@ -64,7 +64,7 @@ def test_healthy_machine():
 
 
 @pytest.mark.tools
-def test_sick_machine():
+def test_machine_with_problems():
     done = run(MYCOLL_SOCKET_IFNAME="=nosuch", MYCOLL_SMALL_BYTES="many")
     assert done.returncode == 1
     assert "export MYCOLL_SOCKET_IFNAME=" in done.stdout
@@ -76,7 +76,7 @@ def test_sick_machine():
         "self-test",
     ]
     assert lines[-1] == "problems: 3, warnings: 0"
-    # But for a library's path, which is not broken.
+    # The path of a library is not folded.
     shown = [line for line in lines if not line.strip().startswith("/")]
     assert all(len(line) <= 80 for line in shown), done.stdout
     assert done.stderr == "", "progress belongs on a terminal"
@@ -94,7 +94,7 @@ def test_wrong_torch(monkeypatch):
 
 
 def test_wrong_torch_is_reported_once(monkeypatch, capsys):
-    """The checks that need the compiled module do not guess at other causes."""
+    """The checks that need the compiled module do not name other causes."""
 
     def native():
         raise ImportError("compiled for torch 2.1: run `pip install --no-build-isolation .` again")
@@ -179,7 +179,7 @@ def test_broken_check():
 
 
 def test_interface_and_cores_of_this_machine():
-    """What the engine itself would use, not a copy of its rules."""
+    """The checks use the engine's own choices."""
     (name, address), *_ = doctor.native().choose_interface("")
     assert name in {found for _, found in socket.if_nameindex()} and address
     assert doctor.native().choose_interface("127.0.0.1")[0] == ("lo", "127.0.0.1")

@@ -36,7 +36,7 @@ def torchrun(*arguments: str, transport: str) -> subprocess.Popen[str]:
 
 
 def kill(agent: subprocess.Popen[str]) -> str:
-    """With its workers, which end when it does; returns what they said."""
+    """Kills the agent and its workers, which end with it; returns their output."""
     agent.kill()
     return agent.communicate()[0]
 
@@ -45,12 +45,12 @@ def finished(agent: subprocess.Popen[str]) -> str:
     try:
         output = agent.communicate(timeout=DEADLINE)[0]
     except subprocess.TimeoutExpired:
-        pytest.fail(f"no end after {DEADLINE} s:\n{kill(agent)}")
+        pytest.fail(f"still running after {DEADLINE} s:\n{kill(agent)}")
     assert agent.returncode == 0, output
     return output
 
 
-FAILURES = 4  # in four ways, one after the other; nobody trusts what the dead one left
+FAILURES = 4  # one for each way to fail
 
 
 def check_restarts(output: str) -> None:
@@ -88,7 +88,7 @@ def wait_for(path: Path, agents: list[subprocess.Popen[str]]) -> None:
     end = time.monotonic() + DEADLINE
     while not path.exists():
         if time.monotonic() > end or any(agent.poll() is not None for agent in agents):
-            pytest.fail(f"{path.name} did not come\n" + "\n".join(map(kill, agents)))
+            pytest.fail(f"{path.name} was not made\n" + "\n".join(map(kill, agents)))
         time.sleep(0.05)
 
 
@@ -105,7 +105,7 @@ def wait_for_port(port: int, agent: subprocess.Popen[str]) -> None:
 
 @pytest.mark.tools
 def test_a_node_dies(tmp_path: Path, free_port: int):
-    """--nnodes=1:2: two nodes; one dies with all that runs on it, and the other goes on alone."""
+    """--nnodes=1:2: of two nodes, one dies with its workers, and the other continues alone."""
     command = (
         "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9",
         "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
@@ -117,7 +117,7 @@ def test_a_node_dies(tmp_path: Path, free_port: int):
     wait_for_port(free_port, first)
     second = torchrun(*command, transport="auto")
     wait_for(tmp_path / "world2", [first, second])
-    # It is there already if the second node came later than the first one waited for.
+    # It may exist already, if the second node started after the first one stopped waiting for it.
     (tmp_path / "world1").unlink(missing_ok=True)
     kill(second)
     wait_for(tmp_path / "world1", [first])

@@ -1,4 +1,4 @@
-"""Groups whose ranks change: mycoll.Endpoint, and torch's reconfigure from 2.14 on."""
+"""Groups whose ranks change: mycoll.Endpoint, and torch's reconfigure (since 2.14)."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_an_older_torch_has_no_reconfigure() -> None:
         mycoll.process_group(dist.HashStore(), 0, 1, enable_reconfigure=True)
 
 
-def test_the_bits_are_those_of_a_new_group_of_the_same_ranks() -> None:
-    """Whatever the endpoints were in before, and in whichever order."""
+def test_sums_have_the_bits_of_a_new_group() -> None:
+    """A group has the same sums as a new group of the same ranks, whatever groups preceded it."""
     endpoints = {i: mycoll.Endpoint(timeout=PATIENCE) for i in range(4)}
     form_all(endpoints, [0, 1, 2, 3], 0)
     changed = form_all(endpoints, [3, 0, 2], 1)
@@ -108,7 +108,7 @@ def test_the_bits_are_those_of_a_new_group_of_the_same_ranks() -> None:
 
 
 def test_a_forked_child_is_refused() -> None:
-    """It may drop its parent's endpoint, and make one of its own."""
+    """It may drop its parent's endpoint, and make its own."""
     kept = [mycoll.Endpoint(timeout=PATIENCE)]
     native, handle = kept[0]._native, kept[0].handle
     calls = {
@@ -156,15 +156,15 @@ def test_a_forked_child_may_drop_a_group_whose_ranks_change() -> None:
 
 
 def follow(pipe: Connection) -> None:
-    """A process: forms the groups that it is told, and sums until a rank is lost."""
+    """A process: forms the groups that it receives, and sums until a rank is lost."""
     torch.set_num_threads(1)
     endpoint = mycoll.Endpoint(timeout=PATIENCE)
     pipe.send(endpoint.handle)
     group = None
-    while (told := pipe.recv()) is not None:
+    while (command := pipe.recv()) is not None:
         if group is not None:
             group.abort()
-        uuid, handles, value = told
+        uuid, handles, value = command
         group = endpoint.form(uuid, handles)
         pipe.send((group.rank(), total(group, value)))
         try:
@@ -174,8 +174,8 @@ def follow(pipe: Connection) -> None:
             pipe.send("lost")
 
 
-def test_survivors_of_kills_go_on_and_others_come() -> None:
-    """No store is there at all, and any rank may be the one that is killed."""
+def test_survivors_of_kills_form_groups_with_new_processes() -> None:
+    """There is no store, and any rank may be killed."""
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
     chance = random.Random(seed)
@@ -191,7 +191,7 @@ def test_survivors_of_kills_go_on_and_others_come() -> None:
                 crew.send(number, (uuid, [handles[each] for each in members], number + 1.0))
             for rank, number in enumerate(members):
                 assert crew.receive(number) == (rank, expected)
-            # Rank 0, some rank, two at once.
+            # Kill rank 0, another rank, or two at a time.
             count = 2 if uuid % 3 == 2 and len(members) > 2 else 1
             crew.kill([members[0]] if uuid % 3 == 0 else chance.sample(members, count))
             for number in crew.living:
@@ -225,7 +225,7 @@ def test_a_process_with_another_secret_is_in_no_group(tmp_path: Path, stranger: 
         found = [crew.receive(number) for number in crew.living]
         if stranger is None:
             assert found == ["formed"] * 3
-        else:  # ranks that do not trust each other may only see that the other one has ended
+        else:  # without a common secret, a rank may detect only that the other one has ended
             assert "formed" not in found
             assert any("could not prove that it is a member" in each for each in found), found
 
@@ -282,7 +282,7 @@ def test_a_set_of_handles_gives_each_process_one_rank() -> None:
 
 
 @needs_reconfigure
-def test_who_is_left_out_is_told_by_the_next_call() -> None:
+def test_a_rank_that_is_left_out_gets_an_error() -> None:
     groups = elastic(3)
     reconfigure_all(groups, [0, 1, 2], 1)
     reconfigure_all(groups, [0, 1], 2)
@@ -299,11 +299,11 @@ def test_a_reconfigure_that_times_out_leaves_the_group_as_it_was() -> None:
     handles = [group.get_reconfigure_handle() for group in groups]
     late = options(2, handles, timeout=timedelta(seconds=1))
 
-    def wait_in_vain(rank: int) -> None:
+    def time_out(rank: int) -> None:
         with pytest.raises(dist.DistBackendError, match="missing: 2"):
             groups[rank].reconfigure(late)
 
-    on_all(wait_in_vain, 2)
+    on_all(time_out, 2)
     assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
     reconfigure_all(groups, [0, 1, 2], 3)
     assert on_all(lambda i: total(groups[i], 1.0), 3) == [3.0] * 3
@@ -343,7 +343,7 @@ def test_the_timeout_and_subgroups_follow_the_generation() -> None:
     for uuid, members in enumerate(([0, 1, 2], [1, 0])):
         reconfigure_all(groups, members, uuid)
         assert groups[0]._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
-        # A part of this generation.
+        # A subgroup of this generation.
         children = on_all(
             lambda rank, m=members: groups[m[rank]].split_group([0, 1], group_name="part"),
             len(members),
@@ -354,7 +354,7 @@ def test_the_timeout_and_subgroups_follow_the_generation() -> None:
 
 @needs_reconfigure
 def test_subgroups_are_counted_anew_in_each_generation() -> None:
-    """The ranks of a generation come from others, in which they made different subgroups."""
+    """The ranks of a generation may have made different numbers of subgroups in earlier ones."""
     groups = elastic(3)
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     reconfigure_all(groups, [0, 1, 2], 1)
@@ -370,7 +370,7 @@ def test_subgroups_are_counted_anew_in_each_generation() -> None:
 
 @needs_reconfigure
 def test_calls_of_other_threads_belong_to_one_generation() -> None:
-    """Their lists have a tensor for each rank; the number of ranks changes meanwhile."""
+    """The number of ranks changes while threads pass lists with a tensor for each rank."""
     groups = elastic(3)
     reconfigure_all(groups, [0, 1, 2], 1)
     is_over = threading.Event()
@@ -408,7 +408,7 @@ def test_calls_of_other_threads_belong_to_one_generation() -> None:
 
 @needs_reconfigure
 def test_a_merged_group_has_its_ranks() -> None:
-    """Although its parent is one whose ranks change."""
+    """A group that was merged from groups whose ranks change has fixed ranks."""
     groups = elastic(2)
     store = dist.HashStore()
     merged = on_all(lambda i: groups[i].merge_remote_group(store, 2, PATIENCE, "merged"), 2)
@@ -423,7 +423,7 @@ def test_messages_and_windows_end_with_their_generation() -> None:
     memories = [mycoll.zeros(4) for _ in groups]
     windows = on_all(lambda i: backends[i].new_window(memories[i]), 3)
     on_all(lambda i: windows[i].put(torch.full((1,), 1.0 + i), (i + 1) % 3, i, False), 3)
-    groups[0].send([torch.ones(3)], 1, 7)  # nobody receives it
+    groups[0].send([torch.ones(3)], 1, 7)  # it is never received
     reconfigure_all(groups, [0, 1], 2)
     assert [memory.tolist() for memory in memories[:2]] == [[0, 0, 3, 0], [1, 0, 0, 0]]
     for window in windows[:2]:
@@ -431,7 +431,7 @@ def test_messages_and_windows_end_with_their_generation() -> None:
             window.put(torch.ones(1), 0, 0, False)
     found = torch.zeros(3)
 
-    def talk(rank: int) -> None:
+    def exchange(rank: int) -> None:
         if rank == 0:
             groups[0].send([torch.full((3,), 2.0)], 1, 7).wait()
         else:
@@ -441,7 +441,7 @@ def test_messages_and_windows_end_with_their_generation() -> None:
         window.signal(1 - rank, False)
         window.wait_signal(1 - rank, False)
 
-    on_all(talk, 2)
+    on_all(exchange, 2)
     assert found.tolist() == [2.0] * 3
     assert [memory.tolist()[3] for memory in memories[:2]] == [5.0] * 2
 
@@ -468,7 +468,7 @@ def test_abort_hooks_are_called_for_a_failure() -> None:
     groups[1].register_abort_hook(8, called[2].set)
     groups[1].unregister_abort_hook(8)
     reconfigure_all(groups, [0, 1], 1)
-    groups[0].abort()  # is no failure
+    groups[0].abort()  # this is not a failure
     reconfigure_all(groups, [0, 1], 2)
     assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
     time.sleep(0.1)
@@ -508,14 +508,14 @@ def becomes_unhealthy(ctx: Ctx) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="torch has it since 2.15")
-def test_the_debug_server_sees_a_failure(fresh: Any) -> None:
+def test_the_debug_server_reports_a_failure(fresh: Any) -> None:
     fresh(2).run(becomes_unhealthy)
 
 
 @needs_reconfigure
 def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
     def tenths_waited(group: dist.ProcessGroup) -> int:
-        """By an operation that nobody else calls."""
+        """The time that an operation without a counterpart waited."""
         with pytest.raises(dist.DistBackendError) as error:
             group.barrier().wait()
         found = re.search(r"Timed out waiting (\d+)ms", str(error.value))
@@ -532,7 +532,7 @@ def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
     for extension in (0.5, 1):
         groups[0]._add_ephemeral_timeout(timedelta(seconds=extension))
     assert tenths_waited(groups[0]) == 20
-    # Until the first operation ends, it counts for those that are called meanwhile.
+    # It also applies to operations that are called before the first one ends.
     groups = pair()
     groups[0]._add_ephemeral_timeout(timedelta(seconds=30))
     first = groups[0].recv([torch.empty(3)], 1, 0)
@@ -543,7 +543,7 @@ def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
         groups[1].send([torch.ones(3)], 0, tag).wait()
         work.wait()
     assert tenths_waited(groups[0]) == 5
-    # A synchronous one ends it, too, and so does one that was not wanted any more.
+    # A synchronous operation also ends it, and so does one whose work was dropped.
     for call in (lambda group: group.allreduce([torch.ones(3)]).wait(),
                  lambda group: group.allreduce([torch.ones(3)])):  # fmt: skip
         groups = pair()
@@ -553,13 +553,13 @@ def test_an_ephemeral_timeout_ends_with_the_first_operation_after_it() -> None:
         assert tenths_waited(groups[0]) == 5
 
 
-def reconfigure_as_told(pipe: Connection) -> None:
-    """A process: sends what reconfigure() and an operation after it do."""
+def reconfigure_on_command(pipe: Connection) -> None:
+    """A process: sends the results of reconfigure() and of an operation after it."""
     torch.set_num_threads(1)
     (group,) = elastic(1)
     pipe.send(group.get_reconfigure_handle())
-    while (told := pipe.recv()) is not None:
-        for action in (lambda told=told: group.reconfigure(options(*told)).wait() and "formed",
+    while (command := pipe.recv()) is not None:
+        for action in (lambda c=command: group.reconfigure(options(*c)).wait() and "formed",
                        lambda: total(group, 1.0)):  # fmt: skip
             try:
                 pipe.send(action())
@@ -570,13 +570,14 @@ def reconfigure_as_told(pipe: Connection) -> None:
 @needs_reconfigure
 @pytest.mark.parametrize("role", ["newcomer", "member"])
 def test_a_rank_that_dies_during_reconfigure(role: str) -> None:
-    """At any step. The group before stays usable, if the rank was not in it, unless the next one
-    was formed; then each operation raises. Without the rank it goes on."""
+    """A rank dies at any step. If the new group was not formed, the former group remains usable,
+    provided that the rank was not in it; else each operation raises. The survivors can form a
+    group without the rank."""
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
     chance = random.Random(seed)
     with Crew() as crew:
-        survivors = [crew.start(reconfigure_as_told) for _ in range(2)]
+        survivors = [crew.start(reconfigure_on_command) for _ in range(2)]
         handles = {number: crew.receive(number) for number in survivors}
         uuid = 0
 
@@ -590,7 +591,7 @@ def test_a_rank_that_dies_during_reconfigure(role: str) -> None:
             return [(crew.receive(number), crew.receive(number)) for number in members]
 
         for delay in (None, 0.0, *(chance.uniform(0, 0.02) for _ in range(6))):
-            victim = crew.start(reconfigure_as_told)
+            victim = crew.start(reconfigure_on_command)
             handles[victim] = crew.receive(victim)
             everyone = [*survivors, victim]
             chance.shuffle(everyone)
@@ -600,7 +601,7 @@ def test_a_rank_that_dies_during_reconfigure(role: str) -> None:
             else:
                 reconfigure(survivors)
                 assert outcomes(survivors) == [("formed", 2.0)] * 2
-            if delay is None:  # before
+            if delay is None:  # before reconfigure()
                 crew.kill([victim])
             reconfigure(everyone)
             if delay is not None:

@@ -33,7 +33,7 @@ def model() -> nn.Module:
 
 
 def gradients(of: nn.Module, value: float) -> Gradients:
-    """They are proportional to the value, so their mean over the ranks is that of the values."""
+    """Gradients that are proportional to the value, so their mean is that of the mean value."""
     of.zero_grad()
     (of(torch.ones(3, 8)).square().mean() * value).backward()
     found: Gradients = []
@@ -63,11 +63,11 @@ def change_ranks(uuid: int, handles: list[str]) -> None:
 def train_with_ddp(pipe: Connection, value: float) -> None:
     begin(pipe)
     parallel: Any = None
-    while (told := pipe.recv()) is not None:
-        if told == "make":
+    while (command := pipe.recv()) is not None:
+        if command == "make":
             parallel = DistributedDataParallel(model())
-        elif told != "step":
-            change_ranks(*told)
+        elif command != "step":
+            change_ranks(*command)
             continue
         try:
             pipe.send(gradients(parallel, value))
@@ -76,17 +76,17 @@ def train_with_ddp(pipe: Connection, value: float) -> None:
 
 
 def train_with_fsdp(pipe: Connection, value: float) -> None:
-    """Keeps all parameters after each step, as those of a rank that is killed are lost."""
+    """Keeps all parameters after each step, because those of a killed rank are lost."""
     begin(pipe)
     sharded = model()
     kept = sharded.state_dict()
-    while (told := pipe.recv()) is not None:
-        if told == "make":
+    while (command := pipe.recv()) is not None:
+        if command == "make":
             sharded = model()
             sharded.load_state_dict(kept)
             fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        elif told != "step":
-            change_ranks(*told)
+        elif command != "step":
+            change_ranks(*command)
             continue
         try:
             found = gradients(sharded, value)
@@ -97,7 +97,7 @@ def train_with_fsdp(pipe: Connection, value: float) -> None:
 
 
 class Trainers(Crew):
-    """Processes whose values are 1, 2, 4, 8, by number."""
+    """Processes with the values 1, 2, 4, 8, and so on."""
 
     def __init__(self, program: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Trainers(Crew):
         return [self.receive(number) for number in self.living]
 
     def check(self, command: str) -> None:
-        """All get the mean of all gradients, with the same bits."""
+        """All ranks get the mean of all gradients, with the same bits."""
         numbers = self.living
         mean = sum(2.0**number for number in numbers) / len(numbers)
         expected = [mean * each for each in gradients(model(), 1.0)]
@@ -138,9 +138,9 @@ def is_loss(answers: list[Any]) -> bool:
 
 
 def test_ddp_continues_with_fewer_ranks() -> None:
-    """With the same object if they change between steps. After a step that has failed it is made
-    again, as torch would divide the next sum by the former number of ranks, on gloo, too; and when
-    others have come, as it communicates when it is made."""
+    """The same DDP object continues if ranks leave between steps. It must be made again after a
+    step that failed, because torch would divide the next sum by the former number of ranks (over
+    gloo, too), and when ranks have joined, because its constructor communicates."""
     with Trainers(train_with_ddp) as crew:
         crew.enlist(4)
         crew.change_ranks([0, 1, 2, 3])
@@ -160,7 +160,7 @@ def test_ddp_continues_with_fewer_ranks() -> None:
         crew.check("make")
 
 
-def test_fsdp_is_made_again_of_parameters_that_were_kept() -> None:
+def test_fsdp_is_made_again_from_kept_parameters() -> None:
     with Trainers(train_with_fsdp) as crew:
         crew.enlist(3)
         crew.change_ranks([0, 1, 2])

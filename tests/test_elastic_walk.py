@@ -34,7 +34,7 @@ def total(members: mycoll.ElasticGroup, value: float) -> float:
 
 
 def test_any_walk() -> None:
-    """ELASTIC_STEPS: a long one, in which processes are also stopped (./dev soak)."""
+    """ELASTIC_STEPS: a long walk, in which processes are also stopped (./dev soak)."""
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
     if steps := os.environ.get("ELASTIC_STEPS"):
@@ -43,9 +43,9 @@ def test_any_walk() -> None:
         walk(seed, 8, 4, timeout=TIMEOUT)
 
 
-def test_what_ends_leaves_no_memory_behind() -> None:
-    """Two processes lose a third one, and admit another, again and again. A group that is not freed
-    keeps 20 KiB of the heap, and shared memory."""
+def test_former_groups_are_freed() -> None:
+    """Two processes repeatedly lose a third one and admit another. A group that is not freed keeps
+    20 KiB of the heap, and shared memory."""
     with ElasticCrew(timeout=TIMEOUT) as crew:
         crew.enlist(1)
         crew.settle()
@@ -66,8 +66,8 @@ def test_what_ends_leaves_no_memory_behind() -> None:
                 assert late[-1].shared <= max(each.shared for each in early), life
 
 
-def test_the_store_may_end_and_rank_zero_too(free_port: int) -> None:
-    """The store's process is killed first, then rank 0, then two at once. Newcomers use handles."""
+def test_the_store_and_rank_zero_may_be_killed(free_port: int) -> None:
+    """The store's process is killed, then rank 0, then two ranks. New processes use handles."""
     command = (
         "import torch.distributed as dist, time;"
         f"store = dist.TCPStore('127.0.0.1', {free_port}, is_master=True, wait_for_workers=False);"
@@ -101,8 +101,7 @@ def test_stopped_ranks_are_left_out_and_join_again() -> None:
         crew.settle()
         crew.enlist(2, through=[0])
         crew.settle()
-        # Also the rank that would lead; the last time it, and a rank that follows it when both
-        # continue.
+        # This includes the rank that leads a recovery, finally together with another rank.
         for stopped in ([2], [0], [1, 2]):
             for number in stopped:
                 crew.signal(number, signal.SIGSTOP)
@@ -131,8 +130,8 @@ def test_another_secret_is_not_admitted(tmp_path: Path) -> None:
         crew.settle()
 
 
-def come(pipe: Connection, handles: list[str]) -> None:
-    """A newcomer, which may be alone in a group."""
+def join(pipe: Connection, handles: list[str]) -> None:
+    """A process that tries to join, and else may be alone in a group."""
     pipe.send(os.getpid())
     try:
         mycoll.ElasticGroup(handles=handles, timeout=TIMEOUT)
@@ -141,14 +140,14 @@ def come(pipe: Connection, handles: list[str]) -> None:
 
 
 def test_other_settings_are_not_admitted(caplog: pytest.LogCaptureFixture) -> None:
-    """The members continue, with one warning; the newcomer says what differs."""
+    """The members continue, with one warning; the error of the new process names the difference."""
     store = dist.HashStore()
     members = on_all(lambda _: mycoll.ElasticGroup(store, min_ranks=2, timeout=TIMEOUT), 2)
     found: list[str] = []
     with Crew() as crew:
         for variable in ("MYCOLL_SUM_BLOCK=3", "MYCOLL_PARTIALS=rounded"):
             caplog.clear()
-            number = crew.start(come, [members[0].handle], **dict([variable.split("=")]))
+            number = crew.start(join, [members[0].handle], **dict([variable.split("=")]))
             pid = crew.receive(number)
             answer = threading.Thread(target=lambda n=number: found.append(crew.receive(n)))
             answer.start()
@@ -188,7 +187,7 @@ def test_other_settings_are_reported_at_once(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
 def test_a_job_that_restarts_on_one_store(kind: str, tmp_path: Path) -> None:
-    """The processes before have left their handles there when they were killed."""
+    """The handles of the killed processes remain in the store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = ("127.0.0.1", server.port) if kind == "TCPStore" else (str(tmp_path / "store"), -1)
     with ElasticCrew(store=where, min_ranks=2, ranks=3, timeout=TIMEOUT) as crew:
@@ -215,7 +214,7 @@ def test_too_few_ranks_are_an_error() -> None:
     assert time.monotonic() - began < 30
     with pytest.raises(dist.DistBackendError, match="was not recovered, or was closed"):
         both[1].admit()
-    # It is not too late for another one.
+    # Another process can still join.
     third: list[mycoll.ElasticGroup] = []
 
     def join(i: int) -> float:
@@ -242,7 +241,7 @@ def test_groups_of_different_names_share_a_store() -> None:
 
 
 def test_a_process_that_ended_before_it_published_is_skipped(tmp_path, monkeypatch) -> None:
-    """It has taken a number. A FileStore raises another error than other stores."""
+    """It has taken a number. A FileStore raises a different error than other stores."""
     monkeypatch.setattr(elastic, "_TO_PUBLISH", timedelta(seconds=0.1))
     for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), -1)):
         for expected in ([], ["one"]):
@@ -252,7 +251,7 @@ def test_a_process_that_ended_before_it_published_is_skipped(tmp_path, monkeypat
 
 
 def test_processes_find_each_other_through_any_member() -> None:
-    """Each process knows only the one before it."""
+    """Each process has only the handle of the one before it."""
     members: list[mycoll.ElasticGroup] = []
     handles = [threading.Event() for _ in range(4)]
     known: list[str] = []
@@ -277,17 +276,17 @@ def test_processes_find_each_other_through_any_member() -> None:
         each.close()
 
 
-def test_a_newcomer_that_does_not_come_is_waited_for_once() -> None:
-    """It is known to rank 1 only, and comes much later."""
+def test_members_wait_once_for_an_absent_process() -> None:
+    """The process has sent its request only to rank 1, and joins much later."""
     store = dist.HashStore()
     members = on_all(lambda _: mycoll.ElasticGroup(store, min_ranks=2, timeout=TIMEOUT), 2)
-    has_knocked, wakes = threading.Event(), threading.Event()
+    has_asked, wakes = threading.Event(), threading.Event()
 
     class Sleepy(mycoll.ElasticGroup):
         def _meet(self, needed: int, timeout: timedelta) -> None:
             with pytest.raises(dist.DistBackendError):
                 super()._meet(needed, timedelta(seconds=0.2))
-            has_knocked.set()
+            has_asked.set()
             assert wakes.wait(60)
             super()._meet(needed, timeout)
 
@@ -302,14 +301,14 @@ def test_a_newcomer_that_does_not_come_is_waited_for_once() -> None:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    def come() -> None:
+    def join() -> None:
         last = Sleepy(handles=[members[1].handle], min_ranks=3, timeout=TIMEOUT)
         sums.append(total(last, 4.0))
 
     sums: list[float] = []
-    newcomer = threading.Thread(target=come, daemon=True)
+    newcomer = threading.Thread(target=join, daemon=True)
     newcomer.start()
-    assert has_knocked.wait(30)
+    assert has_asked.wait(30)
     admit_until_changed()  # the members have waited for it
     assert {each.size for each in members} == {2}
     assert [admit() for _ in range(3)] == [False] * 3
@@ -322,7 +321,7 @@ def test_a_newcomer_that_does_not_come_is_waited_for_once() -> None:
     assert sums == [7.0]
 
 
-def test_a_group_that_was_closed_says_so() -> None:
+def test_calls_of_a_closed_group_raise() -> None:
     members = mycoll.ElasticGroup(timeout=timedelta(seconds=30))
     assert members.size == 1
     members.close()

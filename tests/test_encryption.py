@@ -1,7 +1,7 @@
-"""MYCOLL_ENCRYPT: what two ranks send each other through somebody who reads and changes it.
+"""MYCOLL_ENCRYPT: two ranks communicate through a relay that reads and changes their bytes.
 
-Rank 1 advertises the address of a relay, which passes the bytes on to it. So does rank 0, and
-whichever of them connects, their connection leads through a relay.
+Each rank advertises the address of a relay that forwards to it, so that their connection passes a
+relay, whichever of them connects.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from worlds.worker import Ctx
 
 PATTERN = bytes(range(97, 123)) * 4
 TIMEOUT = timedelta(seconds=40)
-CHANGED = 60  # the number of the record that is changed: while the group is used
+CHANGED = 60  # the number of the record that is changed, which is sent while the group is used
 
 Change = Callable[[int, list[bytes]], list[bytes]]
 
 
 def records_of(stream: bytes) -> tuple[list[bytes], bytes]:
-    """The complete TLS records, and the rest."""
+    """The complete TLS records of a stream, and the remaining bytes."""
     found = []
     while len(stream) >= 5 and len(stream) >= (end := 5 + int.from_bytes(stream[3:5], "big")):
         found.append(stream[:end])
@@ -43,8 +43,8 @@ def records_of(stream: bytes) -> tuple[list[bytes], bytes]:
 
 
 class Relay:
-    """Passes on what arrives, after it was seen and perhaps changed. change: of the records that
-    have arrived from the connecting side, where so many have passed before."""
+    """Records and forwards all bytes. change(number of earlier records, records) may replace the
+    records from the connecting side."""
 
     def __init__(self, target: int, change: Change | None = None) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -97,7 +97,7 @@ def free_ports() -> list[int]:
 
 @pytest.fixture
 def relayed(fresh: Any, free_ports: list[int], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Runs a job on two ranks that reach each other through relays only."""
+    """Runs a job on two ranks that reach each other only through relays."""
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     relays: list[Relay] = []
@@ -143,7 +143,7 @@ def sends_a_pattern(ctx: Ctx, places: list[tuple[int, int]]) -> str:
     encryption = backend.encryption()
     seen = black_box.find([os.getpid()])
     ctx.equal({each.encryption for each in seen[0].groups if each.is_used}, {encryption})
-    text = " ".join(status.as_text(seen).split())  # its lines are folded
+    text = " ".join(status.as_text(seen).split())  # joins folded lines
     ctx.equal(f", encrypted: {encryption}" in text, encryption != "")
     dist.destroy_process_group()
     return encryption
@@ -160,7 +160,7 @@ def test_a_capture_shows_the_data_only_without_encryption(mycoll_only, relayed, 
         assert re.fullmatch(expected, text), text
 
 
-def suffers(ctx: Ctx, places: list[tuple[int, int]]) -> tuple[Seen, bool]:
+def calls_until_error(ctx: Ctx, places: list[tuple[int, int]]) -> tuple[Seen, bool]:
     """The first error of some calls, and whether all results before it were right."""
     begin(ctx, places)
     right = True
@@ -223,8 +223,9 @@ def swap() -> Change:
     ],
 )
 def test_changed_records_are_an_error(mycoll_only, relayed, change):
-    """On the rank that receives them, which names the sender; never a wrong number."""
-    found, _ = relayed(suffers, change=change)
+    """The rank that receives a changed record raises an error that names the sender; no result is
+    wrong."""
+    found, _ = relayed(calls_until_error, change=change)
     assert all(right for _, right in found)
     texts = [seen.text for seen, _ in found]
     assert all(seen.kind == "DistBackendError" for seen, _ in found), texts
@@ -262,7 +263,7 @@ def test_another_secret_is_named_on_all_ranks(fresh, mycoll_only, tmp_path, odd)
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("others", ["0", "1"])
 def test_a_rank_that_differs_is_named(fresh, mycoll_only, tmp_path, odd, others):
-    """It does not encrypt, and all others do; or the other way round."""
+    """One rank does not encrypt and all others do, or the other way round."""
     right, _ = secrets(tmp_path)
     env = {"MYCOLL_SECRET_FILE": right, "MYCOLL_ENCRYPT": others}
     changes = {"MYCOLL_ENCRYPT": "0" if others == "1" else "1"}
@@ -278,11 +279,11 @@ def test_a_secret_file_is_needed(fresh, mycoll_only):
         assert "MYCOLL_ENCRYPT=1 needs MYCOLL_SECRET_FILE" in seen.text, seen
 
 
-# ---- in gloo's place, with certificates ----------------------------------------------------------
+# ---- instead of gloo, with certificates ----------------------------------------------------------
 
 
 def certificate(folder: Path, name: str, authority: str) -> dict[str, str]:
-    """A key, and a certificate by this authority, which is made if it is not there."""
+    """Makes a key, and a certificate by this authority, which is made if it does not exist."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The documented environment variables are those that the code knows, and no others."""
+"""Environment variables: the documented ones are those of the code; their values and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_table_is_documented() -> None:
 
 
 def test_names_in_the_code_are_documented() -> None:
-    """Also in messages and comments: a misspelt name there sends people the wrong way."""
+    """This includes names in messages and comments, where a misspelling would mislead users."""
     texts = {path: path.read_text() for path in CODE}
     macros = {
         name
@@ -76,7 +76,7 @@ def test_a_reader_that_goes_away(verb: str) -> None:
 
 @pytest.mark.tools
 @pytest.mark.parametrize(("where", "code"), [("> /dev/full", 2), (">&-", 0)])
-def test_output_that_goes_nowhere(where: str, code: int) -> None:
+def test_output_that_cannot_be_written(where: str, code: int) -> None:
     command = f"{sys.executable} -m mycoll env {where}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
@@ -146,10 +146,10 @@ def warned(ctx: Ctx) -> list[str]:
 
 
 def test_misspelt_names_are_warned_about(fresh) -> None:
-    """Once on a host: its ranks have one environment."""
+    """One rank of a host warns."""
     env = {"MYCOLL_TRANSPROT": "tcp", "MYCOLL_UNHEARD_OF": "1", "MYCOLL_TRACE_FILE": "off"}
-    said = fresh(2, "shm", init=False, env=env).run(warned)
-    assert said[0] == [
+    warnings_of_ranks = fresh(2, "shm", init=False, env=env).run(warned)
+    assert warnings_of_ranks[0] == [
         "MYCOLL_TRANSPROT is not a variable of mycoll's; did you mean MYCOLL_TRANSPORT?",
         "MYCOLL_UNHEARD_OF is not a variable of mycoll's; `mycoll env` lists all",
     ]
@@ -162,9 +162,9 @@ NONSENSE = "%n /:"  # no value of any variable but a path
 @pytest.mark.parametrize(
     ("replace", "cpu"), [(NONSENSE, NONSENSE), ("gloo", NONSENSE), ("gloo", "gloo"), ("gloo", "")]
 )
-def test_no_value_keeps_torch_from_being_imported(mycoll_only, replace: str, cpu: str) -> None:
-    """Nor is anything printed, also where warnings are errors. Only to stand in gloo's place is the
-    compiled module loaded."""
+def test_torch_can_be_imported_with_any_value(mycoll_only, replace: str, cpu: str) -> None:
+    """Nothing is printed, even if warnings are errors. The compiled module is loaded only to
+    replace gloo."""
     environment = {**os.environ, **dict.fromkeys(documented(), NONSENSE)}
     environment |= {"MYCOLL_REPLACE": replace, "MYCOLL_CPU": cpu}
     code = f"""
@@ -179,7 +179,8 @@ import mycoll
 
 
 def test_nonsense_is_an_error_of_the_group(mycoll_only) -> None:
-    """Which names it and says what it may be. What is corrected counts in the next group."""
+    """The error names the variable and its valid values. The next group uses the corrected
+    value."""
     page = PAGE.read_text()
     paths = set(re.findall(r"^\| `(MYCOLL_\w+)` \|.* Accepts a path\. \|", page, re.MULTILINE))
     names = sorted(documented() - paths)
@@ -205,7 +206,7 @@ init()
 
 
 def test_where_values_come_from() -> None:
-    """And they are kept: what the program changes later counts no more."""
+    """Values are read once: later changes by the program have no effect."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     program = """
 import json, os, torch
@@ -226,9 +227,9 @@ print(json.dumps(_C.environment()))
 
 
 def test_pythons_logging_can_carry_the_lines(backend) -> None:
-    """A process of its own: the engine's log belongs to the process."""
+    """In its own process, because the engine's log belongs to the process."""
     if backend != "mycoll":
-        pytest.skip("about mycoll's lines")
+        pytest.skip("specific to mycoll")
     program = """
 import logging, sys
 import mycoll, torch.distributed as dist
@@ -251,9 +252,9 @@ dist.destroy_process_group()
         assert bool(lines) == bool(argument), out
 
 
-def test_a_forked_child_leaves_the_log_alone(backend) -> None:
+def test_a_forked_child_does_not_use_the_log(backend) -> None:
     if backend != "mycoll":
-        pytest.skip("about mycoll's lines")
+        pytest.skip("specific to mycoll")
     program = """
 import logging, os, sys
 import mycoll, torch.distributed as dist
@@ -275,7 +276,7 @@ dist.destroy_process_group()
 
 def test_a_handler_that_raises_loses_one_line(backend) -> None:
     if backend != "mycoll":
-        pytest.skip("about mycoll's lines")
+        pytest.skip("specific to mycoll")
     program = """
 import logging, mycoll, torch.distributed as dist
 import torch
@@ -303,11 +304,11 @@ dist.destroy_process_group()
     assert re.findall("operation [0-9]", out) == ["operation 1", "operation 2"], (out, error)
 
 
-def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["version"]) == 0
     line = capsys.readouterr().out
     assert command_line.main(["version", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["problem"] is None
-    assert said["torch"] == torch.__version__
-    assert line == f"mycoll {said['mycoll']}, torch {said['torch']}, Python {said['python']}\n"
+    found = json.loads(capsys.readouterr().out)
+    assert found["problem"] is None
+    assert found["torch"] == torch.__version__
+    assert line == f"mycoll {found['mycoll']}, torch {found['torch']}, Python {found['python']}\n"

@@ -1,7 +1,7 @@
-"""Wrong arguments: an exception before anything is sent, and the group goes on working.
+"""Wrong arguments raise before anything is sent, and the group remains usable.
 
-Only rank 0 makes the mistake and the others do nothing: had anything been sent, or a sequence
-number been used up, the all_reduce after it would fail.
+Only rank 0 makes the mistake, and the others do nothing. If it had sent anything or used a sequence
+number, the following all_reduce would fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mistake = tuple[Callable[[], object], tuple[str, ...]]
 
 
 def ranks(n: int) -> dict[str, Mistake]:
-    """Ranks that are not there; the text has the rank in it."""
+    """Ranks that do not exist; the text contains the rank."""
     x = f32(3)
     lists = [f32(3) for _ in range(n)]
     return {
@@ -133,7 +133,7 @@ def devices(n: int) -> dict[str, Mistake]:
     def mixed() -> list[torch.Tensor]:
         return [f32(3) for _ in range(n - 1)] + [meta(3)]
 
-    # A call whose tensors are all on one foreign device is dispatched by torch, and not seen here.
+    # torch dispatches a call whose tensors are all on another device to another backend.
     return {
         "all_gather": (lambda: dist.all_gather(mixed(), x), ()),
         "gather": (lambda: dist.gather(x, mixed(), dst=0), ()),
@@ -143,7 +143,7 @@ def devices(n: int) -> dict[str, Mistake]:
 
 
 def meaningless(n: int) -> dict[str, Mistake]:
-    """Reduce ops that mean nothing for a dtype; the text names both."""
+    """Reduce ops that are undefined for a dtype; the text names both."""
     red = dist.ReduceOp
     found: dict[str, Mistake] = {}
     for op, dtype in (
@@ -170,7 +170,7 @@ def meaningless(n: int) -> dict[str, Mistake]:
 
 
 def outputs(n: int) -> dict[str, Mistake]:
-    """Outputs that cannot be written to, as those whose elements share memory."""
+    """Outputs that cannot be written to, because their elements share memory."""
     shared = torch.zeros(1).expand(6)
     found: dict[str, Mistake] = {
         "recv": (lambda: dist.recv(shared, 1), ()),
@@ -228,7 +228,7 @@ def test_destroyed_group(world):
 
 
 def not_a_member(ctx: Ctx) -> None:
-    """Calls on a group without this rank do nothing but warn, as torch documents."""
+    """Calls on a group without this rank only warn, as torch documents."""
     group = dist.new_group([0, 1])
     x = torch.ones(2)
     dist.all_reduce(x, group=group)

@@ -1,4 +1,4 @@
-"""`mycoll explain`, and the families that the last line of an error names."""
+"""`mycoll explain`, and the families that errors name in their last line."""
 
 from __future__ import annotations
 

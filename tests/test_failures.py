@@ -1,4 +1,4 @@
-"""What the ranks are told when something fails: the cause and not its echo, on all of them."""
+"""The error of a failure: every rank raises its first cause, not a consequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dies(ctx: Ctx) -> Seen:
 
 @pytest.mark.quick
 def test_the_error_says_that_a_rank_was_killed(stage):
-    """Not "closed its connection"; and told in one line, too, though nothing else is logged."""
+    """The error is not "closed its connection", and it is also logged in one line."""
     with stage.world(3) as world:
         world.start(dies)
         for rank, seen in answers(world, (1,)).items():
@@ -55,8 +55,8 @@ def test_a_rank_that_dies_before_its_first_call(stage, dies_after, others_call_a
 def leaves(ctx: Ctx) -> Seen | None:
     x = torch.ones(10)
     dist.all_reduce(x)
-    # Only then: the next call of one fails the group, also where another is still in its first.
-    if is_last(ctx, 1):  # as at the end of a program, also by an exception
+    # The next call of any rank fails the group, so rank 1 leaves last.
+    if is_last(ctx, 1):  # as at the end of a program
         return attempt(dist.destroy_process_group)
     return attempt(lambda: dist.all_reduce(x))
 
@@ -82,8 +82,8 @@ def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
     return seen, took
 
 
-def test_new_group_with_a_dead_rank_fails_at_once(stage):
-    """Nor are those who live kept from making one without it."""
+def test_new_group_with_a_dead_rank_fails_promptly(stage):
+    """The survivors can make a group without it."""
     with stage.world(3) as world:
         world.start(dies_before_a_new_group)
         found = answers(world, (1,))
@@ -102,7 +102,7 @@ def shrinks_after_a_death(ctx: Ctx, victim: int) -> Seen | None:
     seen = attempt(lambda: dist.all_reduce(x))
     for flags in (distributed_c10d.SHRINK_ABORT, distributed_c10d.SHRINK_DEFAULT):
         last = dist.get_world_size() - 1
-        if flags == distributed_c10d.SHRINK_DEFAULT:  # and once more, nobody having died
+        if flags == distributed_c10d.SHRINK_DEFAULT:  # again, without a death
             if dist.get_rank() == last:
                 return seen
             dist.shrink_group([last])
@@ -116,7 +116,7 @@ def shrinks_after_a_death(ctx: Ctx, victim: int) -> Seen | None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_shrink_and_go_on(stage, victim):
+def test_survivors_shrink_and_continue(stage, victim):
     with stage.world(4) as world:
         world.start(shrinks_after_a_death, victim)
         for seen in answers(world, (victim,)).values():
@@ -132,8 +132,7 @@ def test_duplicate_rank_fails_on_all_ranks(reused, transport, mycoll_only):
 
 
 def late_leader(ctx: Ctx) -> Seen:
-    """Ranks 1 and 2 are both started as rank 1, and wait for rank 0. Without a rank 2 the group is
-    not complete before both are there."""
+    """Ranks 1 and 2 are both started as rank 1, and wait for rank 0, which starts late."""
     if ctx.rank == 0:
         time.sleep(1.0)
     return join(ctx, "", min(ctx.rank, 1), 3, 60.0)
@@ -157,7 +156,7 @@ def wrong_here(ctx: Ctx, culprit: int, variable: str, value: str) -> Seen:
     [("MYCOLL_SOCKET_IFNAME", "nosuch0"), ("MYCOLL_SECRET_FILE", "/no/such/file")],
 )
 def test_failed_init_names_its_cause_on_all_ranks(pool, mycoll_only, culprit, variable, value):
-    """Before it met anybody; the others are told, and do not wait for it."""
+    """The rank fails before it has connected; the others get its error and do not wait for it."""
     with Stage(pool, "tcp", SUITE_PATIENCE).world(3, timeout=60.0, init=False) as world:
         world.start(wrong_here, culprit, variable, value)
         for rank, seen in answers(world, limit=40).items():
@@ -168,7 +167,7 @@ def test_failed_init_names_its_cause_on_all_ranks(pool, mycoll_only, culprit, va
 
 
 def uses_all_descriptors(ctx: Ctx) -> None:
-    """Long waits with no descriptor left to look at the others with."""
+    """A long wait on a rank without free descriptors, which it would need to watch the others."""
     x = torch.ones(10)
     dist.all_reduce(x)
     taken = []

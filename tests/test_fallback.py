@@ -36,7 +36,7 @@ def test_by_environment(fresh):
     world.run(by_environment)
     for member in world.members:
         log = member.log.read_text()
-        assert "gloo" in log, f"no line in the log says so: {log!r}"
+        assert "gloo" in log, f"the log does not name gloo: {log!r}"
 
 
 def by_options(ctx: Ctx) -> None:
@@ -61,8 +61,8 @@ def test_unknown_value_is_refused(fresh):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_after_a_fallback_the_engine_is_back(fresh, size):
-    """One process, a fallback group first and an engine group after it."""
+def test_engine_group_after_a_fallback_group(fresh, size):
+    """A process makes a group with the fallback, and then one with the engine."""
     fresh(size, init=False).run(both)
 
 

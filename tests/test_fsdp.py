@@ -32,9 +32,15 @@ from worlds.worker import Ctx
 pytestmark = pytest.mark.transports("shm")
 
 ON_CPU = {
-    "device_id": torch.device("cpu"),  # otherwise it asks for an accelerator
+    "device_id": torch.device("cpu"),  # otherwise FSDP looks for an accelerator
     "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
 }
+
+
+def compare_full(ctx: Ctx, net: FullyShardedDataParallel, wanted: torch.nn.Module) -> None:
+    with FullyShardedDataParallel.summon_full_params(net):
+        for (name, got), want in zip(net.named_parameters(), wanted.parameters(), strict=True):
+            close(ctx, got, want, name)
 
 
 @pytest.mark.worlds(1, 2, 3)
@@ -61,7 +67,7 @@ def test_fsdp2_mixed_precision(world):
 
 
 def fsdp2_accumulates(ctx: Ctx) -> None:
-    """set_requires_gradient_sync: the gradients of two passes travel once."""
+    """set_requires_gradient_sync: the gradients of two passes are reduced once."""
     wanted, net = model(), sharded(model())
     inputs = ctx.inputs(torch.float32, (2, 8, 20))
     for x in inputs:
@@ -81,7 +87,7 @@ def test_fsdp2_accumulation(world):
 
 
 def fsdp2_state(ctx: Ctx) -> None:
-    """Out of one model and optimizer, into fresh ones, and on: as if nothing had happened."""
+    """The state of a model and optimizer is loaded into new ones, which continue the training."""
     wanted = reference(ctx)
     net = sharded(model())
     optimizer = sgd(net)
@@ -91,7 +97,7 @@ def fsdp2_state(ctx: Ctx) -> None:
             options = StateDictOptions(full_state_dict=full, cpu_offload=full)
             weights, moments = copy.deepcopy(get_state_dict(net, optimizer, options=options))
             if full:
-                # Whole tensors on rank 0 only; loading sends them to the others.
+                # Rank 0 has the whole tensors; loading broadcasts them.
                 ctx.equal(bool(weights), ctx.rank == 0, "state on this rank")
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             fresh = sharded(model())
@@ -127,11 +133,7 @@ def hybrid(ctx: Ctx) -> None:
                 model(), device_mesh=mesh, sharding_strategy=strategy, **ON_CPU
             )
             train(one, [ctx.rank])
-            with FullyShardedDataParallel.summon_full_params(one):
-                for (name, got), want in zip(
-                    one.named_parameters(), wanted.parameters(), strict=True
-                ):
-                    close(ctx, got, want, name)
+            compare_full(ctx, one, wanted)
 
 
 def test_hybrid_sharding(reused, transport):
@@ -150,11 +152,7 @@ def fsdp1(ctx: Ctx) -> None:
         with ctx.case(f"{options}"):
             net = FullyShardedDataParallel(model(), **ON_CPU, **options)
             train(net, [ctx.rank])
-            with FullyShardedDataParallel.summon_full_params(net):
-                for (name, got), want in zip(
-                    net.named_parameters(), wanted.parameters(), strict=True
-                ):
-                    close(ctx, got, want, name)
+            compare_full(ctx, net, wanted)
 
 
 @pytest.mark.worlds(2, 3)
@@ -211,11 +209,7 @@ def fsdp1_state(ctx: Ctx) -> None:
                         FullyShardedDataParallel.optim_state_dict_to_load(net, optimizer, moments)
                     )
             train(net, [ctx.rank], optimizer, range(2, 4))
-            with FullyShardedDataParallel.summon_full_params(net):
-                for (name, got), want in zip(
-                    net.named_parameters(), wanted.parameters(), strict=True
-                ):
-                    close(ctx, got, want, name)
+            compare_full(ctx, net, wanted)
 
 
 @pytest.mark.worlds(2)
@@ -224,7 +218,7 @@ def test_fsdp1_state_dict(world):
 
 
 def state_of_ddp(ctx: Ctx) -> None:
-    """A checkpoint of a whole model goes into a sharded one."""
+    """The state of a whole model is loaded into a sharded one."""
     whole = reference(ctx)
     net = sharded(model())
     set_model_state_dict(

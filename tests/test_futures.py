@@ -1,4 +1,4 @@
-"""Callbacks of futures that begin operations of their own: all ranks make of it one order."""
+"""Callbacks of futures that start operations: all ranks run all operations in one order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.transports("shm")
 
 
 def futures_in_order(ctx: Ctx) -> None:
-    """Callbacks that begin operations of their own, beside a program that begins others."""
+    """Callbacks start operations while the program starts others."""
     chance = ctx.random(ctx.rank)
     group = dist.new_group()
     for round_ in range(20):
@@ -35,7 +35,7 @@ def futures_in_order(ctx: Ctx) -> None:
         future = dist.all_reduce(x, group=group, async_op=True).get_future()
         time.sleep(chance.choice((0, 0.001)))
         chained = future.then(doubled)
-        mine = torch.full((7,), float(ctx.rank))  # of another size: an exchange would be noticed
+        mine = torch.full((7,), float(ctx.rank))  # another size, so that a mix-up is detected
         dist.all_reduce(mine, group=group)
         close(ctx, mine, torch.full((7,), float(sum(range(ctx.size)))), "the program's own")
         close(ctx, chained.wait(), torch.full((5,), float(round_ * ctx.size**2)), "the callback's")
@@ -43,25 +43,25 @@ def futures_in_order(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2, 3)
-def test_operations_begun_in_callbacks(world):
+def test_operations_started_in_callbacks(world):
     world.run(futures_in_order)
 
 
 def unwaited(ctx: Ctx) -> None:
-    """Callbacks that leave behind futures of their own, and do not wait for them."""
+    """Callbacks make further futures and do not wait for them."""
     chance = ctx.random(ctx.rank)
     group = dist.new_group()
     for _ in range(20):
         order: list[str] = []
         inner = []
 
-        def begun(name: str, size: int, order=order, inner=inner):
+        def starting(name: str, size: int, order=order, inner=inner):
             def callback(future: torch.futures.Future) -> None:
                 time.sleep(chance.choice((0, 0.001)))
                 order.append(name)
                 if size < 12:
                     work = dist.all_reduce(torch.ones(size), group=group, async_op=True)
-                    inner.append(work.get_future().then(begun(name + "'", size + 10)))
+                    inner.append(work.get_future().then(starting(name + "'", size + 10)))
 
             return callback
 
@@ -69,7 +69,7 @@ def unwaited(ctx: Ctx) -> None:
         for name, size in (("a", 2), ("b", 3), ("c", 4)):
             future = dist.all_reduce(torch.ones(size), group=group, async_op=True).get_future()
             time.sleep(chance.choice((0, 0.001)))
-            outer.append(future.then(begun(name, size + 5)))
+            outer.append(future.then(starting(name, size + 5)))
         dist.all_reduce(torch.ones(9), group=group)
         ctx.equal(order, ["a", "a'", "b", "b'", "c", "c'"])
         for future in (*outer, *inner):
@@ -78,21 +78,21 @@ def unwaited(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2, 3)
-def test_callbacks_that_leave_futures_behind(world):
+def test_callbacks_that_do_not_wait(world):
     if world.backend == "gloo":
         pytest.skip("gloo's callbacks run in no order")
     world.run(unwaited)
 
 
-def program_goes_on(ctx: Ctx) -> None:
-    """Asynchronous calls behind a future return at once, whatever the others still have to do."""
+def calls_after_a_future(ctx: Ctx) -> None:
+    """Asynchronous calls after a pending future return without waiting for other ranks."""
     a, b = torch.ones(3), torch.full((5,), 2.0)
     token = torch.zeros(1)
     if ctx.rank == 0:
         future = dist.all_reduce(a, async_op=True).get_future()
         work = dist.all_reduce(b, async_op=True)
         ctx.equal(work.is_completed(), False)
-        dist.send(token, 1)  # only now does the other one begin
+        dist.send(token, 1)  # rank 1 waits for it
         future.wait()
         work.wait()
     else:
@@ -105,12 +105,12 @@ def program_goes_on(ctx: Ctx) -> None:
 
 @pytest.mark.worlds(2)
 def test_calls_after_a_pending_future(world):
-    world.run(program_goes_on)
+    world.run(calls_after_a_future)
 
 
 def nested_order(ctx: Ctx, query: str) -> None:
-    """A callback queries the Work of a collective that it has called behind another callback. On
-    rank 0 all callbacks run in then(), on the others on threads of their own."""
+    """A callback queries the Work of a collective that it has called after adding another callback.
+    On rank 0 all callbacks run in then(), on the other ranks on other threads."""
     group, started = dist.new_group(), dist.new_group()
     x, y = torch.ones(4), torch.full((4,), 100.0)
     waits: list[torch.futures.Future | dist.Work] = []
@@ -135,7 +135,7 @@ def nested_order(ctx: Ctx, query: str) -> None:
     if ctx.rank == 0:
         first.wait()
     future = first.get_future().then(outer)
-    dist.barrier(started)  # of another group: the callbacks of the others run meanwhile
+    dist.barrier(started)  # the callbacks of the other ranks run meanwhile
     future.wait()
     for each in waits:
         each.wait()
@@ -152,7 +152,7 @@ def test_a_callback_that_queries_its_own_call(world, query):
 
 
 def inputs_written_by_callbacks(ctx: Ctx, is_async: bool) -> None:
-    """An operation reads its inputs after the callbacks before it, also those that it copies."""
+    """An operation reads its inputs after the preceding callbacks, also if it copies them."""
     multiply = dist._make_nccl_premul_sum(1.0)
     n = ctx.size
     reductions = {
@@ -192,7 +192,7 @@ def test_inputs_that_callbacks_write(world, is_async):
 
 
 def other_group_first(ctx: Ctx) -> None:
-    """A call held in one group does not keep its caller from another group."""
+    """A call that waits in one group does not block calls of another group."""
     group = dist.new_group()
     a, b, c = torch.ones(3), torch.ones(5), torch.ones(7)
     if ctx.rank == 0:
@@ -211,12 +211,12 @@ def other_group_first(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_another_group_behind_a_future(world):
+def test_another_group_after_a_future(world):
     world.run(other_group_first)
 
 
 def held(ctx: Ctx) -> None:
-    """Held calls keep their place: behind the callbacks before them, before what comes after."""
+    """Held calls run after the callbacks before them and before later calls."""
     chance = ctx.random(ctx.rank)
     group = dist.new_group()
     for _ in range(20):
@@ -235,7 +235,7 @@ def held(ctx: Ctx) -> None:
             x = torch.ones(size)
             works.append((dist.all_reduce(x, group=group, async_op=True), x))
         later = works[1][0].get_future().then(lambda _, order=order: order.append("later"))
-        # The last one's wait is left to the next, synchronous call.
+        # The next, synchronous call also completes the last one.
         for work, _ in works[:-1]:
             work.wait()
         last = torch.ones(6)
@@ -250,20 +250,20 @@ def held(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2, 3)
-def test_held_calls_keep_their_place(world):
+def test_held_calls_run_in_order(world):
     if world.backend == "gloo":
         pytest.skip("gloo's callbacks run in no order")
     world.run(held)
 
 
 def endless(ctx: Ctx) -> None:
-    """A callback that does not return: the next operation says so; the group lives on."""
+    """If a callback does not return, the next operation raises; the group remains usable."""
     store = ctx.store("endless")
     if ctx.rank == 0:
         leave = threading.Event()
         future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
         chained = future.then(lambda _: leave.wait(30))
-        store.set("hung", "")  # only now can it complete: not in this thread
+        store.set("hung", "")  # the others wait for it, so the callback runs on another thread
         with ctx.raises(dist.DistBackendError, "callback", "has not returned"):
             dist.all_reduce(torch.ones(3))
         work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -294,7 +294,7 @@ def test_a_callback_that_does_not_return(reused, transport, backend):
 
 
 def last_reference(ctx: Ctx) -> None:
-    """The callback holds the last reference to its group, which then ends on that thread."""
+    """The callback holds the last reference to its group, which is destroyed on that thread."""
     group = dist.new_group()
     may_end, ended = threading.Event(), threading.Event()
 
@@ -305,7 +305,7 @@ def last_reference(ctx: Ctx) -> None:
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     future = work.get_future()
     if future.done():
-        may_end.set()  # it runs at once, in this thread
+        may_end.set()  # then() runs the callback in this thread
     chained = future.then(callback)
     del callback, work, future
     threading.Timer(0.1, may_end.set).start()
@@ -323,7 +323,7 @@ def test_a_group_that_ends_in_a_callback(world):
 
 
 def destroyed(ctx: Ctx) -> None:
-    """A group is destroyed while a call is held behind a callback: the call is not lost."""
+    """A call that waits for a callback runs although its group is destroyed meanwhile."""
     group = dist.new_group()
     x = torch.ones(3)
     first = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
@@ -339,26 +339,6 @@ def test_a_held_call_of_a_group_that_is_destroyed(world):
     world.run(destroyed)
 
 
-def failing(ctx: Ctx) -> None:
-    """A callback that raises is the future's error, and nobody else's."""
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-
-    def refuse(_: torch.futures.Future) -> None:
-        raise ValueError("not today")
-
-    chained = future.then(refuse)
-    x = torch.ones(3)
-    dist.all_reduce(x)
-    close(ctx, x, torch.full((3,), float(ctx.size)))
-    with ctx.raises((ValueError, RuntimeError), "not today"):
-        chained.wait()
-
-
-@pytest.mark.worlds(2)
-def test_a_callback_that_raises(world):
-    world.run(failing)
-
-
 # How a callback waits for an operation that the program has called.
 WAITS: dict[str, Callable[[dist.Work], None]] = {
     "work": lambda work: work.wait() and None,
@@ -372,12 +352,12 @@ def poll(is_done: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not is_done():
         if time.monotonic() > end:
-            raise TimeoutError("it never ended")
+            raise TimeoutError("the operation did not end")
         time.sleep(0.001)
 
 
 def waiting(ctx: Ctx, how: str, asks_before: bool) -> None:
-    """A callback waits for operations that were called before it was hung on its future."""
+    """A callback waits for operations that were called before it was added to its future."""
     chance = ctx.random(ctx.rank)
     wait = WAITS[how]
     group = dist.new_group()
@@ -408,7 +388,9 @@ def waiting(ctx: Ctx, how: str, asks_before: bool) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("asks_before", [True, False], ids=["asked before", "asked there"])
+@pytest.mark.parametrize(
+    "asks_before", [True, False], ids=["future made before", "future made there"]
+)
 @pytest.mark.parametrize("how", WAITS)
 @pytest.mark.worlds(2, 3)
 def test_a_callback_that_waits(world, how, asks_before):
@@ -430,7 +412,7 @@ def late(ctx: Ctx, how: str) -> None:
         chained = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(after)
         works.append(dist.all_reduce(torch.ones(4), async_op=True))
         called.set()
-        dist.send(token, 1)  # only now can the first one end
+        dist.send(token, 1)  # rank 1 calls the first one when it has received this
         ctx.equal(chained.wait(), "waited")
     else:
         dist.recv(token, 0)
@@ -445,8 +427,8 @@ def test_a_callback_that_waits_for_a_later_call(world, how):
 
 
 def one_order(ctx: Ctx, seed: int) -> None:
-    """Random programs, the same on all ranks, at random speeds: they agree on the order of all
-    operations, those begun in callbacks included, and nobody waits for ever."""
+    """Runs a random program, the same on all ranks, at random speeds. All ranks must run all
+    operations, including those started in callbacks, in one order, without a deadlock."""
     plan = ctx.random(("plan", seed))  # the same on all ranks
     chance = ctx.random((ctx.rank, seed))
     group = dist.new_group()
@@ -501,7 +483,7 @@ def one_order(ctx: Ctx, seed: int) -> None:
         else:
             count = 1 if action == "hang" else 3
             first = plan.randrange(max(0, len(futures) - 6), len(futures) - count + 1)
-            # In the order in which they were asked for: see CallbackOrder.
+            # In the order in which the futures were made: see CallbackOrder.
             for future in futures[first : first + count]:
                 chained.append(future.then(callback()))
             start()

@@ -1,4 +1,4 @@
-"""Groups made in every way that torch offers."""
+"""Groups that are made by each function of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_new_group(world):
 
 
 def overlapping(ctx: Ctx) -> None:
-    """Groups in use at the same time, sync work on one between async work on others."""
+    """Several groups in use at the same time, with sync work of one between async work of
+    others."""
     ranks = list(range(ctx.size))
     lists = [[r for r in ranks if r != out] for out in ranks] + [ranks, ranks]
     groups = [(members, dist.new_group(members)) for members in lists]
@@ -121,24 +122,27 @@ def split(ctx: Ctx) -> bool:
 
 
 def test_split_group(reused, transport):
-    """dist.split_group itself refuses machines without an accelerator."""
+    """Calls the method, because dist.split_group needs an accelerator."""
     if not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch has no ProcessGroup.split_group")
     assert all(reused(4, transport).run_in_group(split)), "the backend does not support splitting"
 
 
 def part_of(ctx: Ctx, parts: list[list[int]], group=None, members=None, **more) -> None:
-    """Splits a group; parts are the parent's ranks, members the job's."""
+    """Splits a group. parts: ranks of the parent; members: the same ranks in the job."""
     made = dist.split_group(group, parts, timeout=timedelta(seconds=20), **more)
     mine = next((part for part in members or parts if ctx.rank in part), None)
     ctx.equal(isinstance(made, dist.ProcessGroup), mine is not None, f"a member of {mine}")
     if mine is not None:
+        ctx.equal(sorted(dist.get_process_group_ranks(made)), mine)
+        if "backend" not in more:
+            ctx.equal(dist.get_backend(made), ctx.backend)
         check(ctx, made, mine)
 
 
 def splits(ctx: Ctx) -> None:
-    """The ranks of a split are in different numbers of groups: torch up to 2.14 makes names from
-    that, and they would not meet."""
+    """The ranks of a split are in different numbers of groups, from which torch up to 2.14 makes
+    different names."""
     kept = [dist.new_group([0, 1])]
     part_of(ctx, [[0, 2], [1, 3]])
     part_of(ctx, [[0, 1]])
@@ -147,9 +151,9 @@ def splits(ctx: Ctx) -> None:
     kept.append(dist.new_group([0, 1, 3]))
     if ctx.rank != 2:
         part_of(ctx, [[0, 2], [1]], kept[-1], members=[[0, 3], [1]])
-    # Torch's wrapper of DETAIL could not shrink then.
+    # In these versions torch's wrapper for DETAIL cannot shrink.
     is_wrapped = torch.__version__ < "2.13" and os.environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-    if ctx.rank in (0, 3) and not is_wrapped:  # whom torch may give two names for this group
+    if ctx.rank in (0, 3) and not is_wrapped:  # torch may make two names for this group
         smaller = dist.shrink_group([1], group=kept[-1])
         check(ctx, smaller, [0, 3])
         part_of(ctx, [[0, 1]], smaller, members=[[0, 3]])
@@ -173,7 +177,7 @@ def test_split_group_of_ranks_in_different_groups(reused, transport, backend, de
 
 
 def merge(ctx: Ctx) -> None:
-    """Two groups of two become one of four, twice; which rank is which is the store's choice."""
+    """Two groups of two are merged twice; the store determines the order of the ranks."""
     mine, _ = dist.new_subgroups(2)
     for round_ in range(2):
         store = dist.PrefixStore(f"merge{round_}", ctx.store("merge"))
@@ -198,7 +202,7 @@ def test_merge_remote_group(reused, transport):
 
 
 def shrink(ctx: Ctx) -> None:
-    """A subgroup without its second member, then the world without rank 3, then once more."""
+    """Shrinks a subgroup, then the world without rank 3, then the world again."""
     sub = dist.new_group([0, 1, 2])
     if ctx.rank in (0, 2):
         smaller = dist.shrink_group([1], group=sub)
@@ -227,7 +231,7 @@ def test_shrink_group(reused, transport, backend):
 
 
 def disagree(ctx: Ctx) -> str:
-    """Two of three are to be left, and no two agree which."""
+    """Each rank excludes a different one."""
     try:
         dist.shrink_group([(ctx.rank + 1) % ctx.size])
     except dist.DistBackendError as error:
@@ -240,7 +244,7 @@ def test_shrinking_differently(reused, transport, backend):
         pytest.skip("gloo cannot shrink")
     texts = reused(3, transport).run_in_group(disagree, timeout=2.0)
     assert any("missing: " in text for text in texts), texts
-    # The first to time out goes on, and may have gone before the time of the others is up.
+    # The first rank that times out may leave before the others time out.
     ends = ("missing: ", "closed its connection")
     assert all("shrunk" in text and any(end in text for end in ends) for text in texts), texts
 
@@ -251,7 +255,7 @@ def test_destroyed_in_any_order(world):
 
 
 def alone(ctx: Ctx) -> None:
-    """A world of one: everything is a copy or nothing."""
+    """In a world of one, every operation is a copy or does nothing."""
     check(ctx, dist.group.WORLD, [0])
     x = arith.values(torch.float32, 100, 1)
     y = torch.zeros(100)
@@ -283,15 +287,15 @@ def test_exit_codes(fresh, transport):
     assert world.close() == [0, 0, 0]
 
 
-def test_a_shrunk_group_gives_no_device_the_backend_of_another(monkeypatch) -> None:
-    """Of cpu:mycoll,cuda:nccl torch shrinks nccl's part, which must not get CPU tensors."""
+def test_a_shrunk_group_keeps_the_backends_of_devices(monkeypatch) -> None:
+    """torch shrinks the nccl part of cpu:mycoll,cuda:nccl, which must not get CPU tensors."""
     registered = []
 
     class Shrunk:
         _device_types = (torch.device("cuda"),)
 
         def _get_backend(self, device: torch.device) -> object:
-            return object()  # nccl's
+            return object()  # the backend nccl
 
         def _register_backend(self, *registration: object) -> None:
             registered.append(registration)

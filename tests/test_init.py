@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds.smoke import smoke
+from worlds.threads import on_all
 from worlds.worker import Ctx
 
 pytestmark = pytest.mark.transports("shm")
@@ -73,7 +73,7 @@ def test_explicit_store(reused, transport, kind, tmp_path, free_port):
 
 
 class StoreInPython(dist.Store):
-    """What gloo needs, and not what mycoll needs."""
+    """A store that is sufficient for gloo, but not for mycoll."""
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_store_in_python(reused, transport, tmp_path):
 
 
 def backend_object(name: str, store: dist.Store, rank: int, size: int) -> Any:
-    """A backend by itself, without torch's global state: what a thread can be a rank of."""
+    """A backend without torch's global state, so that threads can be its ranks."""
     timeout = timedelta(seconds=30)
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -126,24 +126,15 @@ def backend_object(name: str, store: dist.Store, rank: int, size: int) -> Any:
 
 def threads_as_ranks(ctx: Ctx) -> None:
     store, size = dist.HashStore(), 3
-    results: dict[int, Any] = {}
 
-    def rank_main(rank: int) -> None:
-        try:
-            backend = backend_object(ctx.backend, dist.PrefixStore("t", store), rank, size)
-            x = torch.full((1000,), float(rank))
-            backend.allreduce([x]).wait()
-            backend.barrier().wait()
-            results[rank] = float(x[5])
-        except Exception as error:
-            results[rank] = repr(error)
+    def rank_main(rank: int) -> float:
+        backend = backend_object(ctx.backend, dist.PrefixStore("t", store), rank, size)
+        x = torch.full((1000,), float(rank))
+        backend.allreduce([x]).wait()
+        backend.barrier().wait()
+        return float(x[5])
 
-    threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ctx.equal(results, dict.fromkeys(range(size), 3.0))
+    ctx.equal(on_all(rank_main, size), [3.0] * size)
 
 
 def test_hash_store_with_threads_as_ranks(reused, transport):
@@ -151,7 +142,7 @@ def test_hash_store_with_threads_as_ranks(reused, transport):
 
 
 def same_name_other_size(ctx: Ctx, path: str) -> None:
-    """The second group finds the cards of the first, whose processes are alive."""
+    """The store still has the keys of the first group, whose processes are alive."""
     for size in (3, 2):
         if ctx.rank >= size:
             return
@@ -164,14 +155,14 @@ def same_name_other_size(ctx: Ctx, path: str) -> None:
         ctx.equal(float(x[0]), size * (size + 1) / 2)
 
 
-def test_a_name_may_come_again_with_another_size(reused, transport, backend, tmp_path):
+def test_a_name_may_be_reused_with_another_size(reused, transport, backend, tmp_path):
     if backend == "gloo":
         pytest.skip("gloo reads addresses of the first group")
     reused(3, transport).run(same_name_other_size, str(tmp_path / "store"))
 
 
 def other_ranks_each_time(ctx: Ctx, path: str) -> None:
-    """In the same processes, over the same store, with the ranks moved on."""
+    """Three groups of the same processes over one store, with other ranks each time."""
     for life in range(3):
         rank = (ctx.rank + life) % ctx.size
         store = dist.FileStore(path, -1)
@@ -184,7 +175,7 @@ def other_ranks_each_time(ctx: Ctx, path: str) -> None:
         dist.destroy_process_group()
 
 
-def test_ranks_may_change_places(reused, transport, backend, tmp_path):
+def test_processes_may_change_ranks(reused, transport, backend, tmp_path):
     if backend == "gloo":
         pytest.skip("gloo reads addresses of the group before")
     reused(3, transport).run(other_ranks_each_time, str(tmp_path / "store"))
@@ -217,7 +208,7 @@ def gloo_for_cpu(ctx: Ctx) -> None:
 
 
 def test_only_for_cuda(reused, transport):
-    """CPU tensors over gloo, and mycoll beside it for tensors that are not there."""
+    """CPU tensors use gloo, and mycoll is only for CUDA tensors."""
     reused(2, transport).run(gloo_for_cpu)
 
 
@@ -255,7 +246,7 @@ def test_options(reused, transport):
 
 
 def timeout_of_options(ctx: Ctx) -> None:
-    """A timeout= wins; torch's default, which it passes where none is given, does not."""
+    """An explicit timeout= overrides the options; torch's default, which it passes, does not."""
     import mycoll
 
     def in_force(group: dist.ProcessGroup | None = None) -> timedelta:
@@ -303,28 +294,13 @@ def with_device_id(ctx: Ctx) -> None:
     except (ValueError, RuntimeError) as error:
         if not ctx.gloo and "device_id" not in str(error):
             raise
-        ctx.init("second")  # torch itself has refused: it wants an accelerator with an index
+        ctx.init("second")  # torch itself has refused, because it needs an accelerator's index
     smoke(ctx.rank, ctx.size)
     dist.destroy_process_group()
 
 
 def test_device_id(reused, transport):
     reused(2, transport).run(with_device_id)
-
-
-def detail(ctx: Ctx) -> None:
-    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
-    smoke(ctx.rank, ctx.size)
-    group = dist.new_group([0, 1])
-    if ctx.rank < 2:
-        smoke(ctx.rank, 2, group)
-    x = torch.ones(4)
-    dist.all_reduce_coalesced([x])
-    dist.monitored_barrier()
-
-
-def test_detail_debug_level(reused, transport):
-    reused(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run_in_group(detail)
 
 
 def detail_mismatch(ctx: Ctx) -> None:
@@ -340,7 +316,7 @@ def test_detail_debug_level_finds_mismatches(reused, transport):
 
 
 def store_keys(ctx: Ctx) -> int:
-    """Keys in the store after a group's birth and after its use."""
+    """The number of keys that operations have added to the store."""
     store = dist.HashStore() if ctx.size == 1 else ctx.store("counted")
     dist.init_process_group(ctx.backend, store=store, rank=ctx.rank, world_size=ctx.size)
     before = store.num_keys()
@@ -352,5 +328,5 @@ def store_keys(ctx: Ctx) -> int:
 
 
 def test_operations_add_few_store_keys(reused, transport):
-    """Connections may leave keys when they are first made; operations do not."""
+    """Connections may add keys when they are made; operations do not."""
     assert max(reused(3, transport).run(store_keys)) <= 12

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from worlds.worker import Ctx
 
 BEFORE = 0.5  # seconds until the signal
-SOON = 5.0  # half a second is what is promised; this machine may be busy
+SOON = 5.0  # the promise is half a second, but this machine may be busy
 
 
 def interrupted(ctx: Ctx, name: str) -> float:
@@ -44,7 +44,7 @@ def interrupted(ctx: Ctx, name: str) -> float:
     threading.Timer(BEFORE, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         wait()
-        ctx.fail("it came back as if nothing had happened")
+        ctx.fail("the call returned without an error")
     except KeyboardInterrupt:
         pass
     except Exception as error:
@@ -58,7 +58,7 @@ def interrupted(ctx: Ctx, name: str) -> float:
     ("name", "over"),
     [
         *(("all_reduce", over) for over in ("shm", "tcp")),
-        # Whoever waits is in the same loop, over every transport.
+        # All calls wait in the same loop, for any transport.
         *((name, "shm") for name in ("wait", "barrier", "recv from anyone", "large all_reduce")),
         ("destroy", "shm"),
         ("recv", "tcp"),

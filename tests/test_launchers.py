@@ -1,4 +1,4 @@
-"""Programs started the way users start them."""
+"""Programs that are started as users start them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# A launcher says who a rank is and where the store is, not how bytes travel.
+# A launcher sets the rank and the address of the store; the transport does not matter.
 pytestmark = [pytest.mark.transports("shm"), pytest.mark.tools]
 
 SMOKE = str(Path(__file__).parent / "worlds" / "smoke.py")
@@ -33,7 +33,7 @@ def start(*command: str, transport: str) -> subprocess.Popen[str]:
 
 
 def finish(*processes: subprocess.Popen[str]) -> list[str]:
-    """Their output; a failure or a hang fails the test with all of it."""
+    """Returns the outputs; fails with all of them if a process fails or hangs."""
     outputs = []
     for process in processes:
         try:
@@ -42,7 +42,9 @@ def finish(*processes: subprocess.Popen[str]) -> list[str]:
             for p in processes:
                 if p.poll() is None:
                     os.killpg(p.pid, signal.SIGKILL)
-            pytest.fail(f"no end after {DEADLINE} s: {process.args}\n{process.communicate()[0]}")
+            pytest.fail(
+                f"still running after {DEADLINE} s: {process.args}\n{process.communicate()[0]}"
+            )
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, f"{process.args}: {process.returncode}\n{output}"
     return outputs
@@ -54,8 +56,8 @@ def oks(outputs: list[str]) -> set[str]:
 
 
 def test_torchrun(backend, transport, free_port):
-    """Two agents, one of them by the name that torchrun had before. A single agent is in
-    test_elastic.py and test_examples.py."""
+    """Two agents, one of them with torchrun's former name. test_elastic.py and test_examples.py
+    test a single agent."""
     words = (
         "--nnodes", "2", "--nproc-per-node", "2",
         "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_port}",
@@ -69,6 +71,6 @@ def test_torchrun(backend, transport, free_port):
 
 
 def test_multiprocessing_spawn(backend, transport, tmp_path):
-    url = f"file://{tmp_path}/rendezvous"  # no port that somebody else may take meanwhile
+    url = f"file://{tmp_path}/rendezvous"  # a port could be taken by another process
     outputs = finish(start(SMOKE, "spawn", backend, url, transport=transport))
     assert oks(outputs) == {"spawn"}, outputs

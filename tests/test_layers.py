@@ -1,4 +1,5 @@
-"""Layers point one way, in csrc/ and in the package; of csrc/ only the top ones know torch."""
+"""Includes and imports of csrc/ and of the package point to lower layers only; only the upper
+layers of csrc/ use torch."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
-# What each folder may include besides itself and its own sub-folders. A name stands for the folder
-# and the sub-folders in it.
+# The folders that each folder may include besides itself and its own sub-folders. A name means the
+# folder and its sub-folders.
 ENGINE = {"base", "kernels", "transport", "collectives", "observe"}
 ALLOWED = {
     "base": set[str](),
@@ -39,7 +40,7 @@ ALLOWED = {
     "device": {*ENGINE, "engine", "nccl", "backend"},
     "bindings": {*ENGINE, "engine", "nccl", "backend", "device"},
 }
-KNOW_TORCH = {"backend", "device", "bindings"}
+USE_TORCH = {"backend", "device", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|torch\.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -53,7 +54,7 @@ def is_in(folder: str, parent: str) -> bool:
 
 
 def problems(csrc: Path) -> list[str]:
-    """What is wrong with the includes of a tree, one line each."""
+    """Errors in the includes of a tree, one line each."""
     found = []
     graph: dict[Path, list[Path]] = {}
     for source in sources(csrc):
@@ -65,7 +66,7 @@ def problems(csrc: Path) -> list[str]:
             continue
         for bracket, name in INCLUDE.findall(source.read_text()):
             if TORCH.match(name):
-                if folder not in KNOW_TORCH:
+                if folder not in USE_TORCH:
                     found.append(f"{where}: {folder} must build without torch or Python: {name}")
                 continue
             if bracket != '"':
@@ -78,7 +79,7 @@ def problems(csrc: Path) -> list[str]:
             target = included.relative_to(csrc).parent.as_posix()
             if is_in(target, folder):
                 continue
-            # The folder above is allowed without its sub-folders, of which this one is one.
+            # The parent folder is allowed without its other sub-folders.
             allowed = (
                 target == each if is_in(folder, each) else is_in(target, each)
                 for each in ALLOWED[folder]
@@ -89,7 +90,7 @@ def problems(csrc: Path) -> list[str]:
 
 
 def circles(csrc: Path, graph: dict[Path, list[Path]]) -> list[str]:
-    """Sub-folders that come back to themselves through the folder above, and headers that do."""
+    """Sub-folders and headers that include themselves indirectly, through the parent folder."""
     found = []
     for source, direct in graph.items():
         folder = source.parent
@@ -125,10 +126,10 @@ def test_includes() -> None:
         ("transport/link.h", "transport/shm/segment.h"),
         ("collectives/shm/arena.h", "collectives/run/run.h"),
         ("engine/op.h", "torch/torch.h"),
-        ("base/wait.h", "wait_for_nobody.h"),
+        ("base/wait.h", "no_such_file.h"),
     ],
 )
-def test_an_arrow_up_is_seen(tmp_path: Path, file: str, name: str) -> None:
+def test_an_include_from_above_is_found(tmp_path: Path, file: str, name: str) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)
     planted = csrc / file
@@ -136,7 +137,7 @@ def test_an_arrow_up_is_seen(tmp_path: Path, file: str, name: str) -> None:
     assert any(Path(file).name in each for each in problems(csrc))
 
 
-def test_a_new_folder_is_seen(tmp_path: Path) -> None:
+def test_a_new_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "base" / "drawer").mkdir(parents=True)
     (tmp_path / "base" / "drawer" / "misc.h").write_text("#pragma once\n")
     assert problems(tmp_path) == [
@@ -144,11 +145,11 @@ def test_a_new_folder_is_seen(tmp_path: Path) -> None:
     ]
 
 
-def test_engine_tests_know_no_torch() -> None:
+def test_engine_tests_do_not_use_torch() -> None:
     for source in sorted((CSRC.parent / "tests/cpp").glob("*.*")):
         for _, name in INCLUDE.findall(source.read_text()):
             assert not TORCH.match(name), f"{source.name}: {name}"
-            assert name.split("/")[0] not in KNOW_TORCH, f"{source.name}: {name}"
+            assert name.split("/")[0] not in USE_TORCH, f"{source.name}: {name}"
 
 
 # --- the package ----------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ ORDER = LINES.split()
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """By name below the package; the package itself is __init__."""
+    """The modules by their names in the package; the package itself is __init__."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         name = ".".join(path.relative_to(package).with_suffix("").parts)
@@ -209,7 +210,7 @@ def imports(path: Path, known: set[str]) -> list[str]:
     return ["__init__" if each == "mycoll" else each.removeprefix("mycoll.") for each in inside]
 
 
-def arrows_up(package: Path) -> list[str]:
+def imports_from_above(package: Path) -> list[str]:
     found = modules(package)
     problems = [f"{name} needs its place in ORDER" for name in found if name not in ORDER]
     for name, path in found.items():
@@ -220,8 +221,8 @@ def arrows_up(package: Path) -> list[str]:
 
 
 def test_modules_import_what_is_below_them() -> None:
-    assert not arrows_up(PACKAGE)
-    assert set(ORDER) == set(modules(PACKAGE)), "ORDER has names that are gone"
+    assert not imports_from_above(PACKAGE)
+    assert set(ORDER) == set(modules(PACKAGE)), "ORDER has names that do not exist"
 
 
 @pytest.mark.parametrize(
@@ -233,24 +234,24 @@ def test_modules_import_what_is_below_them() -> None:
         ("shared", "from mycoll import zeros"),
     ],
 )
-def test_an_import_from_above_is_seen(tmp_path: Path, name: str, line: str) -> None:
+def test_an_import_from_above_is_found(tmp_path: Path, name: str, line: str) -> None:
     package = tmp_path / "mycoll"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("torch*", "*.so"))
     path = modules(package)[name]
     path.write_text(f"{path.read_text()}\n{line}\n")
-    assert any(each.startswith(f"{name} imports ") for each in arrows_up(package))
+    assert any(each.startswith(f"{name} imports ") for each in imports_from_above(package))
 
 
-def test_a_new_module_is_seen(tmp_path: Path) -> None:
+def test_a_new_module_is_found(tmp_path: Path) -> None:
     (tmp_path / "misc.py").write_text("")
-    assert arrows_up(tmp_path) == ["misc needs its place in ORDER"]
+    assert imports_from_above(tmp_path) == ["misc needs its place in ORDER"]
 
 
 TESTS = Path(__file__).resolve().parent
 
 
 def test_no_file_of_tests_imports_another() -> None:
-    """What several of them use is in jobs/, worlds/ or faults/."""
+    """Code that several of them use is in jobs/, worlds/ or faults/."""
     names = {path.stem for path in TESTS.rglob("test_*.py")}
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

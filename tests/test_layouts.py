@@ -1,4 +1,4 @@
-"""Tensors that are not one dense run of memory, tiny ones and huge ones."""
+"""Tensors that are not contiguous, tiny ones and huge ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_strided_tensors_of_scatter_and_gather(world):
 
 
 def expanded_inputs(ctx: Ctx) -> None:
-    """One element seen many times: fine to read from, meaningless to write to."""
+    """Tensors whose elements share memory can be read, but not written."""
     ranks = range(ctx.size)
     want = [torch.full((5, 7), float(r)) for r in ranks]
     x = torch.tensor(float(ctx.rank)).expand(5, 7)
@@ -58,7 +58,7 @@ def test_expanded_inputs(world):
 
 
 def expanded_in_place(ctx: Ctx) -> None:
-    """The gradient of a sum is such a tensor: one element, seen many times."""
+    """Expanded tensors such as the gradient of a sum, whose elements are all the same one."""
     total = sum(range(ctx.size))
     weight = torch.ones(5, 7, requires_grad=True)
     (gradient,) = torch.autograd.grad((weight.sum() * ctx.rank), weight)
@@ -97,7 +97,7 @@ def test_expanded_everywhere(world):
 
 
 def interleaved(ctx: Ctx) -> None:
-    """Rows that lie between each other, and share no element."""
+    """Views whose rows interleave without sharing elements."""
     total = float(sum(range(ctx.size)))
     for shape, strides in (((3, 2), (2, 3)), ((4, 3), (6, 4)), ((2, 3, 2), (9, 5, 3))):
         memory = torch.full((40,), -99.0)
@@ -156,7 +156,7 @@ def degenerate_alone(ctx: Ctx) -> None:
 
 
 def lazy_bits(ctx: Ctx) -> None:
-    """torch's dispatcher resolves conj() and neg(); whoever calls the backend passes them on."""
+    """Direct calls of the backend pass lazy conj() and neg(), which torch's dispatcher resolves."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     counts = torch.arange(1, 7, dtype=torch.int32).reshape(2, 3)
     numbers = torch.complex(counts.double(), -counts.double())

@@ -1,4 +1,4 @@
-"""What groups cost: threads, descriptors, memory."""
+"""Threads, descriptors and memory of groups."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from worlds.worker import Ctx
 
 GROUPS = 200
 FEW = 5
-OUR_THREADS = 2  # a progress thread and a monitor, for the whole process
-EXTRA_FDS = 64  # that may come with groups, however many there are
+MYCOLL_THREADS = 2  # a progress thread and a monitor, for the whole process
+EXTRA_FDS = 64  # the allowed increase with the number of groups
 
 
 def threads() -> int:
@@ -48,7 +48,7 @@ def use(ctx: Ctx, group: dist.ProcessGroup | None = None) -> None:
 
 
 def use_window(ctx: Ctx) -> mycoll.Window:
-    """An open one, on shared tensors."""
+    """Makes a window of a shared tensor, uses it, and returns it open."""
     memory = mycoll.zeros(300_000)
     dist.all_reduce(memory)
     window = mycoll.new_window(memory)
@@ -80,7 +80,7 @@ def many_groups(ctx: Ctx) -> dict[str, int]:
 
 def test_200_groups(fresh, transport):
     for cost in fresh(4, transport, init=False).run(many_groups, deadline=150):
-        assert cost["threads"] <= OUR_THREADS, cost
+        assert cost["threads"] <= MYCOLL_THREADS, cost
         assert cost["fds"] <= EXTRA_FDS, cost
 
 
@@ -105,15 +105,15 @@ torch.distributed.nn.all_reduce(torch.ones(3))
 
 
 def test_a_world_of_another_backend_is_freed():
-    """gloo's threads end with it. If they lived on, one might drop a tensor while Python ends, for
-    which torch ends the process."""
+    """gloo's threads end with the world. Otherwise one might drop a tensor while Python exits, for
+    which torch aborts the process."""
     program = warm.start(BESIDE_A_GLOO_WORLD, to_the_end=True)
     _, error = program.communicate(100)
     assert program.returncode == 0, error
 
 
 def half_begun_groups(ctx: Ctx) -> int:
-    """Rank 0 begins a group's first collective, and rank 1 leaves the group without."""
+    """Rank 0 starts a group's first collective, and rank 1 leaves the group without calling it."""
     dist.all_reduce(torch.ones(3))
     for _ in range(10):
         group = dist.new_group()
@@ -127,7 +127,7 @@ def half_begun_groups(ctx: Ctx) -> int:
         dist.barrier()
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found += "memfd" in str(entry.readlink())
     return found
 
@@ -136,7 +136,7 @@ def test_unfetched_memory_is_released(fresh):
     assert max(fresh(2, "shm").run(half_begun_groups)) <= 4
 
 
-def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
+def repeatedly(ctx: Ctx) -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {"threads": [], "fds": [], "MiB": []}
     for i in range(50):
         ctx.init(f"again{i}")
@@ -150,7 +150,7 @@ def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
         del group
         if i in (9, 49):
             gc.collect()
-            end = time.monotonic() + 5  # threads may take a moment to end
+            end = time.monotonic() + 5  # threads may take some time to end
             while seen["threads"] and threads() > seen["threads"][0] and time.monotonic() < end:
                 time.sleep(0.05)
             seen["threads"].append(threads())
@@ -160,7 +160,7 @@ def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
 
 
 def test_50_times_in_one_process(fresh, transport):
-    for seen in fresh(3, transport, init=False).run(again_and_again, deadline=150):
+    for seen in fresh(3, transport, init=False).run(repeatedly, deadline=150):
         assert seen["threads"][1] <= seen["threads"][0], seen
         assert seen["fds"][1] <= seen["fds"][0] + 2, seen
         assert seen["MiB"][1] <= seen["MiB"][0] + 25, seen
@@ -204,7 +204,7 @@ def busy(ctx: Ctx, trace: str) -> None:
 
 
 def memories(pid: int | str) -> set[str]:
-    """Inodes of memory without a name, mapped or only open."""
+    """The inodes of mycoll's memfds that the process has mapped or open."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -217,9 +217,9 @@ def memories(pid: int | str) -> set[str]:
 
 
 def test_killed_ranks_leave_nothing_behind(fresh, transport, tmp_path, backend):
-    """kill -9 of all ranks at once: no process, no memory, no socket, no file."""
+    """kill -9 of all ranks leaves no process, memory, socket or file."""
     if backend != "mycoll":
-        pytest.skip("gloo makes other things")
+        pytest.skip("specific to mycoll")
     files = set(map(str, Path("/dev/shm").iterdir()))
     world = fresh(3, transport, init=False)
     world.start(busy, str(tmp_path / "trace-%r"))
@@ -238,12 +238,12 @@ def test_killed_ranks_leave_nothing_behind(fresh, transport, tmp_path, backend):
         if len(words) > 7 and words[6] in sockets and "mycoll" in words[7]
     ]
     held = set().union(*(memories(pid) for pid in world.pids))
-    assert unix and held  # else there is nothing to look for
-    # Stopped first: who sees another one die writes a trace.
+    assert unix and held  # else the test would check nothing
+    # Stop them first, because a rank that detects the death of another writes a trace.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in world.pids:
             os.kill(pid, number)
-    # The kernel takes a process apart after it is called dead.
+    # The kernel may free the resources of a process after its end is visible.
     end = time.monotonic() + 20
     while left := _left(held, set(unix)) | (set(map(str, Path("/dev/shm").iterdir())) - files):
         assert time.monotonic() < end, left

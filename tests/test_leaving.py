@@ -1,4 +1,4 @@
-"""Ranks that leave groups, or the job, in good order, or come late: nobody is taken for dead."""
+"""Ranks that leave groups or the job cleanly, or that are late, are not reported as dead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from worlds import warm
 from worlds.worker import Ctx
 
 
-def hands_on_and_goes(ctx: Ctx) -> Seen:
-    """Rank 0's value goes to ranks 1 and 2, and from 2 to 3: 0 and 3 never exchange a word."""
+def broadcasts_and_exits(ctx: Ctx) -> Seen:
+    """Rank 0 sends its value to ranks 1 and 2, and rank 2 to rank 3; 0 and 3 never communicate."""
     x = torch.full((10,), 7.0 if ctx.rank == 0 else 0.0)
     if ctx.rank == 2:
         time.sleep(0.7)
@@ -36,7 +36,7 @@ def hands_on_and_goes(ctx: Ctx) -> Seen:
 
 
 def all_but_rank_0(stage: Stage, ranks: int, job: Callable[[Ctx], Seen]) -> list[object]:
-    """What they come to; no group has failed."""
+    """Runs a job in which rank 0 exits; returns the values of the others, which must not fail."""
     values = []
     with stage.world(ranks) as world:
         world.start(job)
@@ -48,11 +48,11 @@ def all_but_rank_0(stage: Stage, ranks: int, job: Callable[[Ctx], Seen]) -> list
 
 
 def test_exit_after_the_last_call_is_not_a_death(stage):
-    assert all_but_rank_0(stage, 4, hands_on_and_goes) == [7.0] * 3
+    assert all_but_rank_0(stage, 4, broadcasts_and_exits) == [7.0] * 3
 
 
 def never_meet(ctx: Ctx) -> Seen:
-    """A group is made, and not used: rank 0's program ends long before those of the others."""
+    """A group is made and not used; rank 0 exits long before the others."""
     if ctx.rank > 0:
         time.sleep(0.5)
     seen = attempt(dist.destroy_process_group)
@@ -61,12 +61,12 @@ def never_meet(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_silent_exit_is_not_a_death(stage):
+def test_exit_without_a_call_is_not_a_death(stage):
     all_but_rank_0(stage, 3, never_meet)
 
 
 def missed(ctx: Ctx) -> Seen:
-    """Rank 1 has left before rank 0 calls it for the first time, and its process lives on."""
+    """Rank 1 has left before the first collective of rank 0, and its process continues."""
     store = ctx.store("missed")
     if ctx.rank == 1:
         dist.destroy_process_group()
@@ -86,9 +86,9 @@ def test_the_error_names_a_rank_that_left_before_the_first_call(reused, transpor
     assert seen.seconds < 5.0
 
 
-def comes_late(ctx: Ctx) -> Seen:
-    """Ranks 1 and 2 have no connection yet when one of them needs it for a group that the other
-    has left, and for one that the other makes later."""
+def member_is_late(ctx: Ctx) -> Seen:
+    """Ranks 1 and 2 have no connection yet. One of them needs it for a group that the other has
+    left, and for a group that the other makes later."""
     dist.broadcast(torch.ones(1), 0)
     group = dist.new_group([0, 1, 2])
     dist.broadcast(torch.ones(1), 0, group=group)
@@ -114,8 +114,9 @@ def comes_late(ctx: Ctx) -> Seen:
     return attempt(act)
 
 
-def goes_with_a_message(ctx: Ctx) -> Seen | None:
-    """Rank 0 never waits for its send, and rank 1 receives when rank 0 has ceased to offer it."""
+def leaves_with_a_message(ctx: Ctx) -> Seen | None:
+    """Rank 0 leaves without waiting for its send; rank 1 receives after rank 0's shutdown
+    timeout."""
     import mycoll
 
     options = mycoll.Options(shutdown_timeout=timedelta(seconds=0.3))
@@ -131,12 +132,12 @@ def goes_with_a_message(ctx: Ctx) -> Seen | None:
         return None
     dist.barrier()
     seen = attempt(lambda: dist.recv(x, 0, group=group))
-    assert bool((x == 1).all()), "what is lost is not half there"
+    assert bool((x == 1).all()), "a lost message is not received in part"
     return seen
 
 
 def receives_while_it_leaves(ctx: Ctx) -> Seen:
-    """Both sides of a message have been asked for when both ranks leave."""
+    """Both ranks leave after one has called isend and the other irecv."""
     x = torch.full((3_000_000,), float(ctx.rank))
     dist.barrier()
     work = dist.isend(x, 1) if ctx.rank == 0 else dist.irecv(x, 0)
@@ -152,7 +153,7 @@ def receives_while_it_leaves(ctx: Ctx) -> Seen:
 
 
 def receives_from_any(ctx: Ctx) -> Seen:
-    """Ranks 1 and 2 have no connection, so rank 2's goodbye does not reach rank 1."""
+    """Ranks 1 and 2 have no connection, so rank 2's notice that it leaves does not reach rank 1."""
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group)
     store = ctx.store("any")
@@ -179,7 +180,7 @@ def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
 
 
 def run_ranks(text: str, ranks: int) -> str:
-    """All ranks' output of a program that ends as programs do."""
+    """The output of all ranks of a program, including Python's exit."""
     ended = warm.ranks(text, ranks, to_the_end=True)
     assert [code for code, *_ in ended] == [0] * ranks, ended
     return "".join(out for _, out, _ in ended)
@@ -206,11 +207,11 @@ print("finished", flush=True)
 """
 
 
-def test_a_daemon_thread_in_a_call_does_not_disturb_the_exit():
+def test_exit_beside_a_daemon_thread_in_a_call():
     assert run_ranks(SERVER, 2).count("finished") == 2
 
 
-JOINS_IN_VAIN = """
+JOINS_ALONE = """
 import threading
 import time
 from datetime import timedelta
@@ -225,9 +226,9 @@ print("finished", flush=True)
 """
 
 
-def test_a_daemon_thread_that_makes_an_elastic_group_does_not_disturb_the_exit(mycoll_only):
+def test_exit_beside_a_daemon_thread_that_makes_an_elastic_group(mycoll_only):
     for _ in range(3):
-        assert run_ranks(JOINS_IN_VAIN, 1).count("finished") == 1
+        assert run_ranks(JOINS_ALONE, 1).count("finished") == 1
 
 
 LOADS_AT_THE_END = """
@@ -257,7 +258,7 @@ def test_the_exit_waits_for_a_thread_that_loads_mycoll():
     assert "Exception" not in err, err
 
 
-LAST_WORDS = """
+CALLS_AT_EXIT = """
 import atexit
 import os
 import torch
@@ -274,10 +275,10 @@ dist.init_process_group("mycoll")
 
 
 def test_exit_handlers_may_communicate():
-    assert run_ranks(LAST_WORDS, 2).count("sum [2.0, 2.0]") == 2
+    assert run_ranks(CALLS_AT_EXIT, 2).count("sum [2.0, 2.0]") == 2
 
 
-# --- an exception ends a rank's program: the others say which
+# --- an exception ends a rank's program: the error of the others names it
 
 
 JOB = """
@@ -311,7 +312,7 @@ def finally_leaves(rank, path):
 """
 ENDED = "left the group: its program ended with an exception, ValueError: of rank 1 (see its log)"
 HANDLED = "left the group: it handled an exception, ValueError: of rank 1 (see its log)"
-# torch ends the others as soon as one has failed.
+# torch would end the other ranks when one has failed.
 TORCH_SPAWN = """
 api = sys.modules["torch.multiprocessing.spawn"]
 api.ProcessContext.join = lambda self, timeout=None: [each.join() for each in self.processes]
@@ -333,12 +334,12 @@ def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, mycoll_only, c
     file = tmp_path / "program.py"
     file.write_text(f"{JOB}\nif __name__ == '__main__':\n{textwrap.indent(code, '    ')}\n")
     ranks = (0, 1) if "argv[2]" in code else (0,)
-    is_script = code.startswith("job")  # of which Python's own end of a program is looked at
+    is_script = code.startswith("job")  # also runs Python's exit
     programs = [
         warm.start(file, str(tmp_path / "store"), str(rank), to_the_end=is_script) for rank in ranks
     ]
-    said = "".join(program.communicate(timeout=60)[1] for program in programs)
-    assert f"rank 1 ({socket.gethostname()}:" in said and text in said, said
+    errors = "".join(program.communicate(timeout=60)[1] for program in programs)
+    assert f"rank 1 ({socket.gethostname()}:" in errors and text in errors, errors
 
 
 HELD = """
@@ -359,7 +360,7 @@ def test_an_exit_waits_for_calls_that_are_held() -> None:
 
 
 def throws_beside(ctx: Ctx) -> Seen | None:
-    """Over connections, and a message in place of a collective; the reason has no good form."""
+    """The exception's text is long and has unprintable characters; the other rank receives."""
     x = torch.ones(4)
     dist.all_reduce(x)
     if ctx.rank == 1:
@@ -371,7 +372,7 @@ def throws_beside(ctx: Ctx) -> Seen | None:
     return attempt(lambda: dist.recv(x, 1))
 
 
-def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
+def test_the_reason_is_short_and_printable(reused, transport, mycoll_only) -> None:
     seen, _ = reused(2, transport).run_in_group(throws_beside)
     assert seen is not None and seen.kind == "DistBackendError", seen
     found = re.search(r"it handled an exception, (RuntimeError: .*) \(see its log\)", seen.text)
@@ -380,17 +381,16 @@ def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
 
 
 def test_a_late_member_is_waited_for(fresh, mycoll_only):
-    # leaving_test has both transports.
-    for rank, seen in enumerate(fresh(3, "tcp", timeout=60.0).run(comes_late)):
+    # The C++ leaving_test runs over both transports.
+    for rank, seen in enumerate(fresh(3, "tcp", timeout=60.0).run(member_is_late)):
         assert not seen.kind, (rank, seen)
         assert seen.value == 5.0
 
 
 def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, mycoll_only):
     world = fresh(2, "tcp", timeout=60.0)
-    _, seen = world.run(goes_with_a_message)
+    _, seen = world.run(leaves_with_a_message)
     assert seen.kind == "DistBackendError", seen
     assert "has left the group" in seen.text and "recv from rank 0" in seen.text
     assert seen.seconds < 2.0
-    said = world.members[0].log_tail()
-    assert "(collectives: 0, sends: 1). They are lost" in said
+    assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()

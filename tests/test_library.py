@@ -1,4 +1,4 @@
-"""libmycoll.so and mycoll._C share what a header of csrc/ defines: one log level, one counter."""
+"""libmycoll.so and mycoll._C share the variables that a header of csrc/ defines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 
 def variables(library: Path, kinds: str) -> set[str]:
-    """mycoll's variables that a library holds, of these kinds of nm's."""
+    """The variables of mycoll that a library defines, of these kinds of nm."""
     command = ["nm", "--demangle", "--defined-only", library]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"^\w+ (\w) (.*)$", said, re.MULTILINE)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\w+ (\w) (.*)$", output, re.MULTILINE)
     return {name for kind, name in lines if kind in kinds and "mycoll::" in name}
 
 
@@ -25,6 +25,6 @@ def test_state_exists_once() -> None:
     shared = path.parent.parent / "libmycoll.so"
     everywhere = variables(shared, "BDVu")
     assert any("logLevel" in name for name in everywhere & variables(path, "BDVu"))
-    # Lower case: seen by this library alone, so that the other one has another.
+    # Lower case: local to this library, so that the other one has its own.
     alone = variables(path, "bd") & (everywhere | variables(shared, "bd"))
     assert not {name for name in alone if "(anonymous namespace)" not in name}

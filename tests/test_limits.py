@@ -1,6 +1,6 @@
-"""Machines that are short of something: mycoll works, or falls back with a warning, or raises.
+"""Machines that lack a resource: mycoll works, or falls back with a warning, or raises.
 
-It never dies of a signal or hangs, and the process goes on when there is room again."""
+It never crashes or hangs, and the process can continue when the resource is available again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 
 def works(ctx: Ctx) -> None:
-    """Also with more than fits into a ring or an arena."""
+    """Uses the group, also with tensors that do not fit into a ring or an arena."""
     for numel in (10, 100_000, 3_000_000):
         x = torch.full((numel,), float(ctx.rank))
         dist.all_reduce(x)
@@ -49,7 +49,7 @@ def works(ctx: Ctx) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount of one's own needs root")
 @pytest.mark.parametrize("size", ["1m", "4k"])
 def test_small_dev_shm(fresh, size):
-    """It is not used: memory has no name."""
+    """/dev/shm is not used, because memory has no name."""
     world = fresh(4, init=False, env=(AUTO, WARN))
     world.start(tiny_shm, size)
     for member, seen in zip(world.members, answers(world).values(), strict=True):
@@ -58,7 +58,7 @@ def test_small_dev_shm(fresh, size):
 
 
 def without_shared_memory(ctx: Ctx) -> None:
-    # memfd_create works, but nothing large can be made of it.
+    # memfd_create works, but the memory cannot be large.
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))
     ctx.init("without")
     works(ctx)
@@ -67,7 +67,7 @@ def without_shared_memory(ctx: Ctx) -> None:
 
 
 def test_without_shared_memory(fresh):
-    """Over TCP instead, and the rank that connects says so once for each peer."""
+    """mycoll uses TCP instead, and the rank that connects logs that once for each peer."""
     world = fresh(3, init=False, env=(AUTO, WARN))
     world.run(without_shared_memory)
     every = []
@@ -80,7 +80,7 @@ def test_without_shared_memory(fresh):
 
 @dataclass(frozen=True)
 class Limit:
-    """What one rank of two has left when it begins."""
+    """The remaining amount of a resource on one of two ranks."""
 
     what: int
     left: int  # descriptors, or bytes of address space
@@ -96,7 +96,7 @@ def used(what: int) -> int:
 def limits(what: int, left: int) -> Iterator[None]:
     before = resource.getrlimit(what)
     top, gaps = used(what), []
-    # The limit is on numbers: those between the descriptors in use have to be taken, too.
+    # The limit is on numbers, so free numbers between the descriptors in use must be taken, too.
     while what == resource.RLIMIT_NOFILE and (fd := os.dup(0)) < top:
         gaps.append(fd)
     if what == resource.RLIMIT_NOFILE:
@@ -126,11 +126,11 @@ def limited(ctx: Ctx, limit: Limit) -> Seen:
         init("limited")
         works(ctx)
 
-    init("before")  # importing needs descriptors and memory, too
+    init("before")  # importing modules also needs descriptors and memory
     dist.destroy_process_group()
     with limits(limit.what, limit.left) if ctx.rank == 1 else contextlib.nullcontext():
         seen = attempt(action)
-    # What is wanted is an end: of a group that could be made, or of half of one.
+    # Destroy the group if it was made.
     if dist.is_initialized():
         dist.destroy_process_group()
     init("afterwards")
@@ -146,7 +146,7 @@ def run_limited(world: World, limit: Limit) -> list[Seen]:
 
 
 def short_of_descriptors_for_one_group(ctx: Ctx) -> Seen:
-    """Rank 1 has none left when a new group's memory is handed to it: the old one lives on."""
+    """Rank 1 has no descriptor for a new group's memory; the old group continues to work."""
     works(ctx)
     peer = 1 - ctx.rank
     for sender in (0, 1):
@@ -187,8 +187,9 @@ def test_descriptors_used_up(reused, transport, left):
 
 @pytest.mark.parametrize("mib", [1, 9, 32, 512])
 def test_memory_used_up(fresh, transport, mib):
-    """With nothing at all left, the C library ends the process for want of thread-local data."""
-    world = fresh(2, transport, init=False, timeout=8.0)  # with no memory to spare from before
+    """With no memory at all, the C library would abort, because it cannot allocate thread-local
+    data."""
+    world = fresh(2, transport, init=False, timeout=8.0)  # no memory remains from earlier jobs
     seen = run_limited(world, Limit(resource.RLIMIT_AS, mib * MIB))
     if mib == 512:
         assert not any(one.kind for one in seen), seen
@@ -196,7 +197,7 @@ def test_memory_used_up(fresh, transport, mib):
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """No thread can be started in this scope: there is no room for its stack."""
+    """No thread can be started in this scope, because its stack would be too large."""
     libc = ctypes.CDLL(None)
     before, large = (ctypes.create_string_buffer(64) for _ in range(2))  # pthread_attr_t
     libc.pthread_getattr_default_np(before)
@@ -238,5 +239,5 @@ def without_threads(ctx: Ctx) -> None:
 
 
 def test_without_threads(fresh, transport):
-    """The group is not made, or callbacks run elsewhere; nothing is left as it should not be."""
+    """Without threads, making a group raises, and callbacks run on other threads."""
     fresh(2, transport, init=False).run(without_threads)

@@ -37,7 +37,7 @@ def stall(ctx: Ctx, mark: str) -> None:
 
 
 def read(text: str, rank: int) -> dict[tuple[str, str, str], float]:
-    """By name, group and operation."""
+    """The values by name, group and operation."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -69,7 +69,7 @@ def test_counters(fresh, transport, tmp_path) -> None:
         assert values["mycoll_group_failed", "0", ""] == 0
         assert values["mycoll_waiting_seconds", "0", ""] == 0
 
-    # Also while nothing moves: that is when somebody looks.
+    # The counters can also be read while a collective waits.
     mark = tmp_path / "go"
     running = during(world, stall, str(mark))
     try:
@@ -86,7 +86,7 @@ def twins(ctx: Ctx) -> int:
     return os.getpid()
 
 
-def test_no_series_is_there_twice(fresh) -> None:
+def test_each_series_is_unique(fresh) -> None:
     values = look(fresh(2, "shm").run(twins))
     assert len([name for name, _, _ in values if name == "mycoll_group_failed"]) == 5
 
@@ -105,8 +105,8 @@ def test_a_group_and_its_successor_of_one_name() -> None:
 Values = dict[tuple[str, str, str], float]
 
 
-def fails_and_begins_again(ctx: Ctx) -> tuple[Values, Values]:
-    """What can be read of this process while its group is dead, and in the next one."""
+def fails_and_starts_again(ctx: Ctx) -> tuple[Values, Values]:
+    """The values of this process while its group is dead, and in the next group."""
     ctx.init()
     dist.barrier()
     with ctx.raises(dist.DistBackendError):
@@ -119,7 +119,7 @@ def fails_and_begins_again(ctx: Ctx) -> tuple[Values, Values]:
 
 
 def test_counters_outlive_their_group(fresh) -> None:
-    dead, again = fresh(2, "shm", init=False).run(fails_and_begins_again)[0]
+    dead, again = fresh(2, "shm", init=False).run(fails_and_starts_again)[0]
     assert dead["mycoll_operation_failures_total", "0", "all_reduce"] == 1
     assert dead["mycoll_group_failed", "0", ""] == 1
     assert again["mycoll_operation_failures_total", metrics.ENDED, "all_reduce"] == 1

@@ -1,4 +1,4 @@
-"""Ranks that disagree about what they are doing: all of them get to know, soon, with both calls."""
+"""Ranks that call different operations: all of them raise promptly, with both calls in the text."""
 
 from __future__ import annotations
 

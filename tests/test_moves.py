@@ -20,7 +20,7 @@ def test_moves(world, job):
 
 
 def any_dtypes() -> list[torch.dtype]:
-    """All dtypes of which a tensor can be made and its bytes written."""
+    """All dtypes of tensors that can be made and whose bytes can be written."""
     found = []
     for name in sorted(dir(torch)):
         dtype = getattr(torch, name)
@@ -28,7 +28,7 @@ def any_dtypes() -> list[torch.dtype]:
             continue
         try:
             if made(dtype, 4, 0).is_quantized:
-                continue  # torch has no operators for them
+                continue  # torch has no operators for these
         except (RuntimeError, NotImplementedError, TypeError):
             continue
         found.append(dtype)
@@ -97,7 +97,7 @@ def test_every_dtype_can_be_moved(world):
 
 
 def quantized(ctx: Ctx) -> None:
-    """torch has no operators for them, with any backend; and mycoll says what to do instead."""
+    """torch has no operators for these, with any backend; mycoll's error names an alternative."""
     x = torch.quantize_per_tensor(torch.ones(4), 0.5, 3, torch.quint8)
     with ctx.raises((NotImplementedError, RuntimeError), "QuantizedCPU"):
         dist.broadcast(x, 0)

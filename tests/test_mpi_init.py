@@ -1,4 +1,4 @@
-"""init_method="mpi://": what launchers say, and a real mpirun where there is one."""
+"""init_method="mpi://": the variables of launchers, and a real mpirun if it is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_NODELIST": "gpu[07-08]",
 }
-PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8"}  # of `srun --mpi=pmi2`: hydra's names
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8"}  # set by `srun --mpi=pmi2`, with hydra's names
 PALS = {
     "PALS_RANKID": "2",
     "PMI_RANK": "2",
@@ -63,7 +63,7 @@ def test_places(environment, launcher, numbers, host):
 
 
 def test_ports():
-    assert find_place(HYDRA).port == 29500  # hydra names no job
+    assert find_place(HYDRA).port == 29500  # hydra sets no job id
     assert find_place(HYDRA | {"MASTER_PORT": "1234"}).port == 1234
     first, same = (find_place(SLURM | {"SLURM_PROCID": rank}).port for rank in "05")
     other = find_place(SLURM | {"SLURM_STEP_ID": "1"}).port
@@ -127,7 +127,7 @@ def run(tmp_path: Path, backend: str, command: list[str], **more: str):
 
 
 def test_fake_hydra(tmp_path, backend):
-    """Nothing but the variables: one rank."""
+    """One rank with hydra's variables, without hydra."""
     fake = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MASTER_PORT": "29731"}
     done = run(tmp_path, backend, [], **fake)
     assert done.stdout.strip() == "sum 1 of 1 local 0", done.stderr
@@ -150,6 +150,6 @@ def test_mpirun(tmp_path, backend):
         command += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
     done = run(tmp_path, backend, command)
     assert done.returncode == 0, done.stderr
-    # mpirun mixes what the ranks write at any place: compare the characters.
+    # mpirun may interleave the ranks' output anywhere, so compare the characters.
     expected = "".join(f"sum 3 of 2 local {rank}\n" for rank in (0, 1))
     assert sorted(done.stdout) == sorted(expected), done.stdout

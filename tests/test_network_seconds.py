@@ -1,4 +1,4 @@
-"""A network that swallows everything is believed in for MYCOLL_NETWORK_SECONDS, and no longer."""
+"""A network that drops all packets is an error after MYCOLL_NETWORK_SECONDS."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from worlds.pool import World
 from worlds.worker import Ctx
 
 TIMEOUT = 13.0
-# Above and below the default of 10 s, and of the group's timeout: what the error is, shows which
-# of them was in force.
-# The text of the network's own error has "Connection timed out" in it.
+# Values above and below the default of 10 s and the group's timeout: the error shows which limit
+# was reached. The text of the network's error contains "Connection timed out".
 CASES = (
     ("3", "0", "timed out after", False),
     ("60", "0", "timed out after", True),
@@ -29,7 +28,7 @@ def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
 
 def test_network_seconds_bounds_a_silent_network(pool, backend, tmp_path):
     if backend != "mycoll":
-        pytest.skip("gloo believes it for ever")
+        pytest.skip("gloo waits forever")
     stage = Stage(pool, "tcp")
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))

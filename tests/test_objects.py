@@ -21,9 +21,10 @@ import torch.distributed as dist
 from jobs.objects import objects, thing
 from torch.distributed import distributed_c10d
 from worlds import warm
+from worlds.threads import on_all
 from worlds.worker import Ctx
 
-LARGE = 1 << 18  # of a buffer that travels by itself
+LARGE = 1 << 18  # the size of a buffer that is sent separately
 
 
 @pytest.mark.worlds(1, 2, 3, 5)
@@ -53,7 +54,7 @@ def test_send_and_recv_object_list(world):
 
 
 def other_sequences(ctx: Ctx) -> None:
-    """Whatever has a length and places for the objects."""
+    """Any sequence with assignable elements is accepted."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for make in (collections.deque, lambda objects: np.array(objects, dtype=object)):
         objects = make([{"rank": ctx.rank}, None])
@@ -73,24 +74,8 @@ def test_sequences_that_are_not_lists(world):
     world.run(other_sequences)
 
 
-def objects_in_a_group(ctx: Ctx) -> None:
-    group = dist.new_group([0, 2])
-    if ctx.rank != 1:
-        out = [None, None]
-        dist.all_gather_object(out, thing(ctx.rank), group=group)
-        ctx.equal(out, [thing(0), thing(2)])
-        items = [thing(9)] if ctx.rank == 2 else [None]
-        dist.broadcast_object_list(items, src=2, group=group)
-        ctx.equal(items, [thing(9)])
-        dist.destroy_process_group(group)
-
-
-@pytest.mark.worlds(3)
-def test_objects_in_a_group(world):
-    world.run(objects_in_a_group)
-
-
-# --- the same as torch's own functions give -------------------------------------------------------
+# --- the results are those of torch's own functions
+# -------------------------------------------------------
 
 
 class Color(enum.Enum):
@@ -105,7 +90,7 @@ class Plan:
 
 
 class Tagged(torch.Tensor):
-    """A subclass with a state of its own."""
+    """A subclass with additional state."""
 
 
 def tagged(tensor: torch.Tensor) -> Tagged:
@@ -168,7 +153,7 @@ def kinds(rank: int) -> dict[str, Any]:
 
 
 def differs(got: Any, want: Any, seen: frozenset[int] = frozenset()) -> str:
-    """What a program could see of the difference between two objects."""
+    """The difference between two objects that a program could observe; empty if there is none."""
     if id(want) in seen:
         return ""
     seen |= {id(want)}
@@ -185,7 +170,7 @@ def differs(got: Any, want: Any, seen: frozenset[int] = frozenset()) -> str:
         if want.layout != torch.strided:
             return differs(got.detach().to_dense(), want.detach().to_dense(), seen)
         if got.stride() != want.stride() or got.storage_offset() != want.storage_offset():
-            return "lies otherwise in its memory"
+            return "another layout"
         if got.is_conj() != want.is_conj() or got.is_neg() != want.is_neg():
             return "conjugate or negative"
         storages = got.untyped_storage(), want.untyped_storage()
@@ -214,7 +199,7 @@ def differs(got: Any, want: Any, seen: frozenset[int] = frozenset()) -> str:
 
 
 def all_ways(ctx: Ctx, mine: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
-    """What this rank gets by each of the functions when every rank brings such an object."""
+    """The results of each function on this rank when each rank contributes such an object."""
     size, rank = group.size(), group.rank()
     root, last = size - 1, 0
     got: dict[str, list[Any]] = {}
@@ -238,7 +223,7 @@ def all_ways(ctx: Ctx, mine: Any, group: dist.ProcessGroup) -> dict[str, list[An
 
 
 def as_torch_gives(ctx: Ctx) -> None:
-    warnings.simplefilter("ignore")  # of sparse tensors and of storages
+    warnings.simplefilter("ignore")  # about sparse tensors and storages
     gloo = dist.new_group(backend="gloo")
     for kind, mine in kinds(ctx.rank).items():
         with ctx.case(kind):
@@ -257,7 +242,7 @@ def test_objects_of_many_kinds(world):
 
 
 def newer_dtypes(ctx: Ctx) -> None:
-    for dtype in (torch.float8_e4m3fn, torch.uint16):  # torch's own pickles of these do not load
+    for dtype in (torch.float8_e4m3fn, torch.uint16):  # torch cannot unpickle these
         for numel in (5, LARGE):
             with ctx.case(f"{numel} of {dtype}"):
                 out: list[Any] = [None] * ctx.size
@@ -308,7 +293,7 @@ def test_sizes_around_the_limits(world):
 
 
 class Pickler(pickle.Pickler):
-    """A program's own, which knows what to do with functions."""
+    """A program's own pickler, which supports functions."""
 
     def reducer_override(self, item: Any) -> Any:
         is_lambda = getattr(item, "__name__", "") == "<lambda>"
@@ -327,7 +312,7 @@ def own_pickler(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_a_pickler_of_the_programs(world):
+def test_a_pickler_of_the_program(world):
     world.run(own_pickler)
 
 
@@ -353,7 +338,7 @@ def memory(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2, 3)
-def test_received_memory_is_the_receivers(world):
+def test_received_memory_belongs_to_the_receiver(world):
     world.run(memory)
 
 
@@ -370,6 +355,9 @@ def in_subgroups(ctx: Ctx) -> None:
             dist.all_gather_object(out, mine, group=group)
         ctx.equal((out, len(caught)), ([7, 7], 1))
     else:
+        out = [None, None]
+        dist.all_gather_object(out, thing(ctx.rank), group=group)
+        ctx.equal(out, [thing(0), thing(2)])
         for root in (0, 2):
             with ctx.case(f"global rank {root}"):
                 out = [None, None] if ctx.rank == root else None
@@ -402,7 +390,7 @@ def test_objects_in_groups(world):
 
 
 def beside_messages(ctx: Ctx) -> None:
-    """Messages that a program has under way are not taken for parts of objects."""
+    """Pending messages of the program are not mistaken for parts of objects."""
     mine = torch.full((LARGE,), float(ctx.rank))
     message = torch.zeros(LARGE * 4, dtype=torch.uint8)
     if ctx.rank == 1:
@@ -427,25 +415,16 @@ def in_threads(ctx: Ctx, sizes: tuple[int, ...]) -> None:
     import mycoll
 
     store = ctx.store()
-    failed: list[BaseException] = []
 
     def member(rank: int, size: int) -> None:
-        try:
-            group = mycoll.process_group(store, rank, size, name=f"of {size}")
-            mine = (rank, torch.full((LARGE,), float(rank)))
-            for values in all_ways(ctx, mine, group).values():
-                assert not [value for value in values if value is None]
-            group.shutdown()
-        except BaseException as error:
-            failed.append(error)
+        group = mycoll.process_group(store, rank, size, name=f"of {size}")
+        mine = (rank, torch.full((LARGE,), float(rank)))
+        for values in all_ways(ctx, mine, group).values():
+            assert not [value for value in values if value is None]
+        group.shutdown()
 
     for size in sizes:
-        threads = [threading.Thread(target=member, args=(r, size)) for r in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ctx.equal(failed, [])
+        on_all(lambda rank, size=size: member(rank, size), size)
 
 
 @pytest.mark.usefixtures("mycoll_only")
@@ -535,11 +514,12 @@ def test_number_of_messages(world):
     world.run(messages)
 
 
-# --- what stays torch's ---------------------------------------------------------------------------
+# --- calls that torch's own functions handle
+# ---------------------------------------------------------------------------
 
 
 def test_groups_that_are_not_mycolls(mycoll_only: None) -> None:
-    """Torch's own functions run, with the same arguments."""
+    """Torch's own functions are called with the same arguments."""
     program = warm.start("""if True:
         import inspect, torch, torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
@@ -549,7 +529,7 @@ def test_groups_that_are_not_mycolls(mycoll_only: None) -> None:
             signature = inspect.signature(function)
 
             def call(*args, **more):
-                # A later torch knows more of them.
+                # A later torch has more parameters.
                 known = {key: value for key, value in more.items() if key in signature.parameters}
                 given = signature.bind(*args, **known).arguments | more
                 calls.append({k: v for k, v in given.items() if v is not None and v is not False})

@@ -1,4 +1,4 @@
-"""torch.ops.mycoll: the collectives as operators, by name of the group."""
+"""torch.ops.mycoll: the collectives as operators, which take the name of the group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faults.harness import Seen, answers, attempt, kill_one
 from worlds import arith, warm
 from worlds.worker import Ctx
 
-# Inductor compiles C++ and is slow on a busy machine; the graph is the same.
+# Inductor compiles C++, which is slow; the graph is the same.
 BACKEND = "aot_eager"
 HALVES_AND_FLOAT = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (0, 1, 2, 7, 64, 1000, 4096, 65_536, 65_537, 400_001)
@@ -21,7 +21,7 @@ def name_of(group: dist.ProcessGroup | None = None) -> str:
 
 
 def plain(ctx: Ctx) -> None:
-    """All bits as torch.distributed has them."""
+    """The results have the same bits as those of torch.distributed."""
     ops, group = torch.ops.mycoll, name_of()
     for dtype in arith.REDUCIBLE:
         for numel in SIZES if dtype in HALVES_AND_FLOAT else (1, 1000):
@@ -49,7 +49,7 @@ def plain(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2, 3, tcp=[3])
-def test_bits_are_those_of_torch_distributed(world, mycoll_only):
+def test_bits_equal_those_of_torch_distributed(world, mycoll_only):
     world.run(plain)
 
 
@@ -79,7 +79,7 @@ def in_any_layout(ctx: Ctx) -> None:
         ops.all_reduce_(x, group)
         ctx.same(x, total)
         ctx.equal(ops.all_reduce(mine, group).is_inference(), True)
-    with ctx.case("a gradient that nobody asked for"), torch.no_grad():
+    with ctx.case("a gradient that is not needed"), torch.no_grad():
         x = mine.clone().requires_grad_()
         ctx.same(ops.all_reduce(x, group), total)
         version = x._version
@@ -150,7 +150,7 @@ def test_export(world, mycoll_only):
 
 
 def without_memory(ctx: Ctx) -> None:
-    """What the operators say of shapes is what they return."""
+    """The meta kernels return the shapes, dtypes and strides of the real results."""
     arguments = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in layer_arguments(ctx)]
     for fake, real in zip(layer(*arguments), layer(*layer_arguments(ctx)), strict=True):
         ctx.equal((fake.shape, fake.dtype, fake.stride()), (real.shape, real.dtype, real.stride()))
@@ -176,7 +176,7 @@ def test_opcheck(world, mycoll_only):
 
 
 def beside_asynchronous_calls(ctx: Ctx) -> None:
-    """An operator is queued behind what was called before it."""
+    """An operator runs after the calls before it."""
     group = name_of()
     first, second = torch.ones(300_000), torch.ones(8)
     work = dist.all_reduce(first, async_op=True)
@@ -207,12 +207,12 @@ def test_order(world, mycoll_only):
 def refusals(ctx: Ctx) -> None:
     import mycoll
 
-    # Since 2.15 torch makes one of its own exceptions of an operator's.
+    # Since 2.15 torch converts an operator's exception to one of its own.
     refused = mycoll.ArgumentError if torch.__version__ < "2.15" else ValueError
     ops, group = torch.ops.mycoll, name_of()
     x = torch.ones(4, 8)
-    with ctx.case("no such group"), ctx.raises(RuntimeError, "nobody's"):
-        ops.all_reduce_(x, "nobody's")
+    with ctx.case("no such group"), ctx.raises(RuntimeError, "absent"):
+        ops.all_reduce_(x, "absent")
     gloo = dist.new_group(backend="gloo")
     with ctx.case("another backend"), ctx.raises(refused, "all_reduce_", "'gloo'"):
         ops.all_reduce_(x, gloo.group_name)
@@ -228,7 +228,7 @@ def refusals(ctx: Ctx) -> None:
     with ctx.case("a gradient"), ctx.raises(refused, "no_grad", "all_reduce"):
         ops.all_reduce(x.clone().requires_grad_(), group)
 
-    with ctx.case("and the group lives on"):
+    with ctx.case("the group remains usable"):
         ctx.same(ops.all_reduce(x, group), x * ctx.size)
 
 
@@ -242,7 +242,7 @@ def in_a_group_of_some(ctx: Ctx) -> None:
     if ctx.rank != 1:
         got = torch.ops.mycoll.all_reduce(torch.full((3,), float(ctx.rank)), name_of(pair))
         ctx.same(got, torch.full((3,), 2.0))
-    # What torch's own functional collectives are given is the same name.
+    # torch's own functional collectives use the same name.
     got = torch.ops.mycoll.all_reduce(torch.ones(2), name_of())
     ctx.same(got, funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0)
 
@@ -273,7 +273,7 @@ def late(ctx: Ctx) -> Seen | None:
     return attempt(lambda: torch.ops.mycoll.all_reduce(x, group))
 
 
-def test_a_rank_that_does_not_come(reused, transport, mycoll_only):
+def test_a_rank_that_makes_no_call(reused, transport, mycoll_only):
     seen = reused(2, transport).run_in_group(late, timeout=2.0)[0]
     assert seen.kind == "DistBackendError", seen
     assert "rank 1" in seen.text, seen.text
@@ -308,8 +308,8 @@ dist.destroy_process_group()
 """
 
 
-def test_they_are_there_with_the_first_group(mycoll_only):
-    """Also for those who have looked before. Importing torch makes none."""
+def test_operators_exist_since_the_first_group(mycoll_only):
+    """Importing torch does not define them, and an earlier lookup does not hide them."""
     program = warm.start(PROGRAM)
     out, error = program.communicate(60)
     assert program.returncode == 0, error

@@ -70,7 +70,7 @@ def test_recv_from_any_source(world):
 
 
 def any_source_in_a_group(ctx: Ctx) -> None:
-    """recv gives the global rank of the sender, also in a group that counts otherwise."""
+    """recv returns the global rank of the sender, also in a group with other ranks."""
     group = dist.new_group([1, 2])
     if ctx.rank == 1:
         out = torch.zeros(3)
@@ -111,8 +111,9 @@ def test_to_oneself(world):
     world.run(to_oneself)
 
 
-def to_oneself_in_store(ctx: Ctx) -> None:
-    """More than a receiver buffers, among others' messages; and what nobody takes any more."""
+def to_oneself_buffered(ctx: Ctx) -> None:
+    """A rank sends itself more than a receiver buffers, among messages of others. Messages that are
+    not received end with the group."""
     group = dist.new_group()
     right, left = neighbours(ctx)
     sent = [torch.full((15_000,), float(i)) for i in range(400)]
@@ -126,11 +127,11 @@ def to_oneself_in_store(ctx: Ctx) -> None:
         work.wait()
     senders = {ctx.rank, left}
     works = [dist.isend(torch.full((5,), float(ctx.rank)), peer) for peer in {ctx.rank, right}]
-    came = torch.zeros(len(senders), 5)
-    works += [dist.irecv(row) for row in came]  # from anyone
+    received = torch.zeros(len(senders), 5)
+    works += [dist.irecv(row) for row in received]  # from any source
     for work in works:
         work.wait()
-    ctx.equal(sorted(came[:, 0].tolist()), sorted(map(float, senders)))
+    ctx.equal(sorted(received[:, 0].tolist()), sorted(map(float, senders)))
     out = torch.zeros(1_000_000)
     pending = dist.irecv(out, ctx.rank, group=group), dist.isend(out, ctx.rank, group=group, tag=1)
     dist.destroy_process_group(group)
@@ -140,8 +141,8 @@ def to_oneself_in_store(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2, tcp=(2,))
-def test_to_oneself_in_store(world):
-    world.run(to_oneself_in_store)
+def test_to_oneself_buffered(world):
+    world.run(to_oneself_buffered)
 
 
 def to_oneself_mismatched(ctx: Ctx) -> None:
@@ -155,7 +156,7 @@ def to_oneself_mismatched(ctx: Ctx) -> None:
             ]
             works = [call() for call in (calls if is_sent_first else calls[::-1])]
             name = f"{numel} elements, {'sent' if is_sent_first else 'received'} first"
-            # A small message has left before anybody looks at it.
+            # A small message is sent before the mismatch is detected.
             for work in [works[1], other]:
                 with ctx.case(name), ctx.raises(dist.DistBackendError, "MISMATCH"):
                     work.wait()

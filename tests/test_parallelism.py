@@ -1,6 +1,6 @@
 """DTensor, tensor, sequence, loss and context parallelism, meshes of several dimensions.
 
-Each is judged by the same computation in one process.
+Results are compared with those of the same computation in one process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(net: nn.Module, x: torch.Tensor, steps: int = 3) -> None:
         optimizer.step()
 
 
-def judge(ctx: Ctx, net: nn.Module, x: torch.Tensor, what: str) -> None:
+def compare(ctx: Ctx, net: nn.Module, x: torch.Tensor, what: str) -> None:
     wanted = blocks()
     train(wanted, x)
     for (name, got), want in zip(net.named_parameters(), wanted.parameters(), strict=True):
@@ -88,7 +88,7 @@ def tensor_parallel(ctx: Ctx) -> None:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         ctx.equal(isinstance(net[0].up.weight, DTensor), True)
         train(net, tokens())
-        judge(ctx, net, tokens(), "")
+        compare(ctx, net, tokens(), "")
     with ctx.case("sequence"):
         net = blocks()
         for i, block in enumerate(net):
@@ -108,7 +108,7 @@ def tensor_parallel(ctx: Ctx) -> None:
                         use_local_output=True,
                     ),
                 )
-        # Every rank's loss is that of its part of the sequence.
+        # The loss of each rank is that of its part of the sequence.
         part = tokens().shape[1] // ctx.size
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         for _ in range(3):
@@ -116,11 +116,11 @@ def tensor_parallel(ctx: Ctx) -> None:
             out = net(tokens())
             ctx.equal(out.shape[1], part)
             ((out - 1).square().mean() / ctx.size).backward()
-            for p in net.parameters():  # the norms see only a part each
+            for p in net.parameters():  # each norm has only a part of the sequence
                 if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial():
                     p.grad = p.grad.redistribute(placements=[Replicate()])
             optimizer.step()
-        judge(ctx, net, tokens(), "")
+        compare(ctx, net, tokens(), "")
 
 
 @pytest.mark.worlds(2, 3)
@@ -129,7 +129,7 @@ def test_tensor_parallel(world):
 
 
 def losses(ctx: Ctx) -> None:
-    """Cross entropy over logits whose classes are spread over the ranks."""
+    """Cross entropy of logits whose classes are sharded over the ranks."""
     mesh = mesh_of(ctx, ctx.size)
     logits = arith.values(torch.float32, (8, 6 * ctx.size), 3).clamp(-5, 5)
     target = torch.arange(8) % logits.shape[1]
@@ -149,7 +149,7 @@ def test_loss_parallel(world):
 
 
 def dtensors(ctx: Ctx) -> None:
-    """Every way from one placement to another, and arithmetic across placements."""
+    """Each redistribution from one placement to another, and arithmetic across placements."""
     mesh = mesh_of(ctx, ctx.size)
     whole = arith.values(torch.float32, (7, 5), 3)  # uneven on all sizes
     placements = (Replicate(), Shard(0), Shard(1))
@@ -182,7 +182,7 @@ def test_dtensor(world):
 
 
 def replicated(ctx: Ctx) -> None:
-    """distribute_module makes rank 0's weights those of all."""
+    """distribute_module broadcasts the weights of rank 0."""
     mesh = mesh_of(ctx, ctx.size)
     torch.manual_seed(ctx.rank)
     net = distribute_module(nn.Linear(6, 6 * ctx.size), mesh)
@@ -249,7 +249,7 @@ def two_dimensions(ctx: Ctx) -> None:
         fully_shard(block, mesh=mesh["data"])
     fully_shard(net, mesh=mesh["data"])
     train(net, mine)
-    judge(ctx, net, x, "FSDP2")
+    compare(ctx, net, x, "FSDP2")
 
 
 @pytest.mark.worlds(4)
@@ -258,7 +258,7 @@ def test_fsdp2_with_tensor_parallel(world):
 
 
 class TwoHalves(nn.Module):
-    """A model whose halves live on different devices of one rank; here both are the CPU."""
+    """A model whose halves are on different devices of one rank; here both are the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,8 +284,8 @@ def test_model_parallel_in_ddp(world):
 
 
 def attention(ctx: Ctx) -> None:
-    """Context parallelism exchanges keys and values around a ring; torch has it for the kernels of
-    accelerators. What there is on CPU: its sharding of buffers, and its putting them together."""
+    """Context parallelism shards buffers and puts them together again. Its attention kernels need
+    an accelerator."""
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
     mesh = mesh_of(ctx, ctx.size)
@@ -302,34 +302,3 @@ def attention(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_context_parallel_buffers(world):
     world.run(attention)
-
-
-def split(ctx: Ctx) -> None:
-    """dist.split_group on CPU, and a group of a part of a part."""
-    halves = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    mine = [0, 1] if ctx.rank < 2 else [2, 3]
-    ctx.equal(dist.get_process_group_ranks(halves), mine)
-    x = torch.tensor([float(ctx.rank)])
-    dist.all_reduce(x, group=halves)
-    ctx.equal(float(x), float(sum(mine)))
-    ctx.equal(dist.get_backend(halves), ctx.backend)
-    none = dist.split_group(split_ranks=[[1, 2]])
-    is_member = isinstance(none, dist.ProcessGroup)
-    ctx.equal(is_member, ctx.rank in (1, 2))
-    if is_member:
-        dist.barrier(group=none)
-        dist.destroy_process_group(none)
-    everybody = dist.new_group()  # has one name on all ranks
-    dist.barrier(group=everybody)
-    dist.destroy_process_group(everybody)
-    alone = dist.split_group(halves, split_ranks=[[0], [1]])
-    ctx.equal(dist.get_process_group_ranks(alone), [ctx.rank])
-    dist.destroy_process_group(alone)
-    dist.destroy_process_group(halves)
-
-
-@pytest.mark.worlds(4)
-def test_split_group(world):
-    if world.backend == "gloo":
-        pytest.skip("torch refuses split_group without an accelerator")
-    world.run(split)

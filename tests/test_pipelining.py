@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: every schedule, judged by the model in one process."""
+"""torch.distributed.pipelining: every schedule, compared with the model in one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worlds.worker import Ctx
 WIDTH, MICROBATCHES = 16, 4
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
-# Two stages a rank, back and forth: rank 0 has the first and the last.
+# Two stages per rank, back and forth: rank 0 has the first and the last.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-# torch 2.11 greets the neighbours of every stage by messages, also where a rank is its own
-# neighbour, as in a V; gloo refuses those. Later versions greet otherwise, or not at all.
-GREETS_ITSELF = hasattr(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops") and not hasattr(
+# torch 2.11 first sends messages between the neighbours of each stage, also if a rank is its own
+# neighbour, as in a V. gloo refuses these. Later versions do this differently, or not at all.
+SENDS_TO_ITSELF = hasattr(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops") and not hasattr(
     schedules._PipelineSchedule, "_warmup_p2p"
 )
 
@@ -71,20 +71,20 @@ def scheduled(ctx: Ctx, name: str) -> None:
 @pytest.mark.worlds(2, 3)
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_schedule(world, backend, name):
-    if backend != "mycoll" and name in V_SHAPED and GREETS_ITSELF:
+    if backend != "mycoll" and name in V_SHAPED and SENDS_TO_ITSELF:
         pytest.skip("this torch sends messages from a rank to itself, which gloo refuses")
     if name == "ScheduleDualPipeV" and 2 * world.size > MICROBATCHES:
         pytest.skip("needs two microbatches for each rank")
     world.run(scheduled, name)
 
 
-def test_all_schedules_are_tried():
+def test_all_schedules_are_tested():
     public = {name for name in pipelining.__all__ if name.startswith("Schedule")}
     assert public == {*SINGLE, *LOOPED, *V_SHAPED}
 
 
 def traced(ctx: Ctx) -> None:
-    """A model that torch cuts into stages by itself."""
+    """A model that torch divides into stages itself."""
     torch.manual_seed(4)
     whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * ctx.size)))
     x, y = data()

@@ -1,4 +1,4 @@
-"""mycoll.process_group: groups that torch.distributed does not know of."""
+"""mycoll.process_group: groups that are independent of torch.distributed's global state."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ print(sums == [[3.0] * 4] * 3)
 
 
 def test_the_first_groups_of_a_process_in_threads() -> None:
-    """torch's functions are wrapped once, and by the time that a group is there."""
+    """torch's functions are wrapped once, before the first group exists."""
     program = warm.start(FIRST_GROUPS)
     try:
         out, errors = program.communicate(60)
@@ -91,7 +91,7 @@ def test_the_first_groups_of_a_process_in_threads() -> None:
 
 
 def test_every_collective() -> None:
-    """torch's functions take the group where they do not ask for the job's ranks."""
+    """torch's functions accept the group unless they need the ranks of the job."""
     store = dist.HashStore()
 
     def body(rank: int) -> None:
@@ -127,7 +127,7 @@ def test_every_collective() -> None:
 
 
 class PythonStore(dist.Store):
-    """What a program's own store needs."""
+    """The methods that a program's own store needs."""
 
     def __init__(self, values: dict[str, bytes]) -> None:
         super().__init__()
@@ -168,12 +168,12 @@ def test_stores(kind: str, tmp_path: Path) -> None:
 
     assert on_all(body, 2) == [3.0, 3.0]
     gc.collect()
-    stores.clear()  # one after the other: of two that go at once, torch may see neither as the last
-    assert not (tmp_path / "store").exists()  # no group holds it, and the last one removes it
+    stores.clear()  # sequentially, because torch may miss the last of two concurrent destructors
+    assert not (tmp_path / "store").exists()  # no group holds it: its last user removes the file
 
 
-def test_the_store_goes_with_its_last_user(free_port: int) -> None:
-    """A server's port is free again."""
+def test_the_store_ends_with_its_last_user(free_port: int) -> None:
+    """The port of a server becomes free again."""
     for _ in range(3):
         server = dist.TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
         groups = on_all(lambda rank, server=server: make(server, rank, 2), 2)
@@ -184,8 +184,8 @@ def test_the_store_goes_with_its_last_user(free_port: int) -> None:
 
 
 def test_many_in_any_order() -> None:
-    """Groups of different members, made at one time, used and dropped in an order of each rank's
-    own; some are left by shutdown(), some are only forgotten."""
+    """Groups of different members exist at the same time. Each rank drops them in a different
+    order, some after shutdown()."""
     store = dist.HashStore()
 
     def body(rank: int) -> None:
@@ -202,7 +202,7 @@ def test_many_in_any_order() -> None:
                 group.shutdown()
             del group
             gc.collect()
-        # The name is free again.
+        # The name can be reused.
         group = make(store, rank, 3, name="g0")
         assert total(group) == 6
         group.shutdown()
@@ -213,7 +213,7 @@ def test_many_in_any_order() -> None:
 def test_made_in_one_thread_and_dropped_in_another() -> None:
     store = dist.HashStore()
     groups = on_all(lambda rank: make(store, rank, 2), 2)
-    # All ranks of a group from one thread: what is asynchronous needs no thread of its own.
+    # One thread calls asynchronous operations of all ranks.
     xs = [torch.full((5,), float(rank)) for rank in range(2)]
     works = [group.allreduce([x]) for group, x in zip(groups, xs)]
     for work in works:
@@ -225,7 +225,7 @@ def test_made_in_one_thread_and_dropped_in_another() -> None:
 
 
 def test_beside_the_job() -> None:
-    """A process that has the default group, too: neither knows of the other."""
+    """The group and the default group of a process do not affect each other."""
     dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
     try:
         store = dist.HashStore()
@@ -238,8 +238,9 @@ def test_beside_the_job() -> None:
         dist.destroy_process_group()
 
 
-def test_an_end_says_nothing_about_the_ranks_of_others() -> None:
-    """Ranks are numbered for each group alone: who is lost to one may be missed in no other."""
+def test_a_lost_rank_does_not_affect_other_groups() -> None:
+    """Each group numbers its ranks; the loss of a rank number of one group has no effect on
+    another."""
     store = dist.HashStore()
     ended = threading.Event()
 
@@ -260,7 +261,7 @@ def test_an_end_says_nothing_about_the_ranks_of_others() -> None:
     on_all(body, 2)
 
 
-def test_nobody_comes() -> None:
+def test_missing_ranks() -> None:
     with pytest.raises(RuntimeError, match=r"'alone': timeout after 10ms.*missing: 1"):
         make(dist.HashStore(), 0, 2, name="alone", timeout=timedelta(milliseconds=10))
 
@@ -299,10 +300,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1
     ],
     ids=["store", "descriptors", "value", "interface", "secret"],
 )
-def test_what_keeps_a_group_from_being_made_names_it(
-    before: str, variables: dict[str, str], words: str
-) -> None:
-    """Also what comes from below, where no group is known."""
+def test_errors_name_the_group(before: str, variables: dict[str, str], words: str) -> None:
+    """This includes errors of code that does not have the group's name."""
     code = f"""
 import mycoll, torch.distributed as dist
 mycoll.Options()  # loads the compiled module
@@ -328,7 +327,7 @@ def test_options() -> None:
 
 
 def two_of_four(port: int, first: int) -> list[float]:
-    """What one of two processes does."""
+    """Runs two of four ranks."""
 
     def body(index: int) -> float:
         group = make(dist.TCPStore("127.0.0.1", port, is_master=False), first + index, 4)

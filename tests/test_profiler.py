@@ -1,4 +1,4 @@
-"""torch.profiler shows mycoll's operations as it shows gloo's and nccl's."""
+"""torch.profiler shows mycoll's operations like those of gloo and nccl."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_names_given_by_the_program(reused, transport) -> None:
 
 
 def shapes(ctx: Ctx, family: str) -> list[tuple[str, bool, list[list[int]]]]:
-    """What the events of each operation say about its inputs."""
+    """The name, the mode and the input shapes of the event of each operation."""
     group = dist.new_group(backend=family)
     me, size = ctx.rank, ctx.size
     column = [torch.ones(2, 3) for _ in range(size)]
@@ -81,8 +81,8 @@ def both_shapes(ctx: Ctx) -> list[Any]:
     return [shapes(ctx, family) for family in ("gloo", "mycoll")]
 
 
-def test_events_have_the_shapes_of_gloos(fresh, transport, backend) -> None:
-    """torch's own tests compare them."""
+def test_events_have_the_shapes_of_gloo(fresh, transport, backend) -> None:
+    """torch's own tests compare the shapes."""
     if backend != "mycoll":
         pytest.skip("compares both")
     for theirs, ours in fresh(2, transport).run(both_shapes):
@@ -114,7 +114,7 @@ def test_names_and_details(reused, transport, tmp_path) -> None:
         assert details[1]["dtype"] == "BFloat16"
         assert details[2]["In msg nelems"] == details[2]["Out msg nelems"] == 5
         assert details[2]["Rank"] == 1  # the root
-        # What the profiler shows as running is the operation, not only its call.
+        # Each event lasts as long as the operation, not only as long as its call.
         step = next(each for each in found if each["name"] == "step")
         spans = [each for each in found if each["name"].startswith("mycoll:")]
         for span in spans:

@@ -1,6 +1,6 @@
-"""Seeded random sequences of operations, the same on all ranks, each result compared.
+"""Seeded random sequences of operations, the same on all ranks, whose results are checked.
 
-To repeat one: `pytest tests/test_random_walk.py --seed N`.
+To repeat a run: `pytest tests/test_random_walk.py --seed N`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_random_walk(world, seed):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_random_walk_in_small_rounds(fresh, ranks):
-    """What takes one round or two of shared memory takes hundreds."""
+    """With small chunks, an operation takes hundreds of rounds of shared memory."""
     env = {"MYCOLL_CHUNK_BYTES": "4096", "MYCOLL_SMALL_BYTES": "100"}
     fresh(ranks, "shm", env=env).run(walk, 4, deadline=90)
 

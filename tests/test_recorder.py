@@ -1,4 +1,4 @@
-"""What a process did last: remembered, and written after a failure."""
+"""The record of a process's last operations, which is written to a file after a failure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.distributed import distributed_c10d
 from worlds import warm
 from worlds.worker import Ctx
 
-SHORT = 1.5  # seconds; the group's timeout, once all ranks are there
+SHORT = 1.5  # seconds; the group's timeout after init
 
 
 def everything(ctx: Ctx) -> None:
-    """One of each collective, and messages around."""
+    """Calls each collective, and messages between neighbours."""
     x, n = torch.ones(6), ctx.size
     dist.all_reduce(x)
     dist.broadcast(x, 0)
@@ -55,7 +55,7 @@ def test_torch_keeps_no_second_record(reused, mycoll_only):
 def failing(ctx: Ctx, how: str) -> None:
     ctx.init()
     everything(ctx)
-    time.sleep(0.3)  # a failure may overtake the end of what came before
+    time.sleep(0.3)  # a failure may precede the end of earlier operations on other ranks
     if how == "missing":
         distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
     try:
@@ -71,7 +71,7 @@ def failing(ctx: Ctx, how: str) -> None:
         assert "\n  Trace: mycoll trace /" in str(error), error
 
 
-def remembered(path: Path) -> list[Operation]:
+def recorded(path: Path) -> list[Operation]:
     """The collectives in a trace of one group."""
     (group,) = black_box.load(path).groups
     return group.collectives()
@@ -139,8 +139,8 @@ def test_survivors_of_a_death(fresh, transport, tmp_path) -> None:
         assert group.operations[-1].state == "failed"
 
 
-def test_ranks_are_compared_where_all_remember(fresh, tmp_path) -> None:
-    """A ring that has come round does not look like ranks that were missing."""
+def test_only_operations_that_all_ranks_have_are_compared(fresh, tmp_path) -> None:
+    """Operations that a rank has overwritten in its ring do not count as missing."""
     env = {"MYCOLL_TRACE_ENTRIES": "32"}
     fresh(3, "shm", env=env).run(busy_and_uneven, str(tmp_path))
     assert not differences(tmp_path)
@@ -151,7 +151,7 @@ def busy_and_uneven(ctx: Ctx, folder: str) -> None:
 
     pair = dist.new_group([0, 1])
     if ctx.rank < 2:
-        dist.all_reduce(torch.ones(3), group=pair)  # early, and still remembered
+        dist.all_reduce(torch.ones(3), group=pair)  # early, and still in the record
     for _ in range(60):
         dist.all_reduce(torch.ones(2))
     if ctx.rank == 2:
@@ -170,9 +170,9 @@ def sites(ctx: Ctx, folder: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["never", "waiting", "always"])
 def test_call_sites(fresh, tmp_path, wanted) -> None:
-    # Alone: what waits long for another rank is noted as "waiting" asks for.
+    # One rank, because "waiting" records the site of an operation that waits long for others.
     fresh(1, "shm", env={"MYCOLL_CALL_SITES": wanted}).run(sites, str(tmp_path))
-    for each in remembered(tmp_path / "trace_0")[-2:]:
+    for each in recorded(tmp_path / "trace_0")[-2:]:
         if wanted == "always":
             name, number, function = re.fullmatch(r"(\S+):(\d+) in (\w+)", each.site).groups()
             assert (name, function) == ("test_recorder.py", "sites")
@@ -189,8 +189,8 @@ def quiet(ctx: Ctx) -> bool:
     return True
 
 
-def test_where_it_goes(fresh, tmp_path) -> None:
-    """torch's variables count where mycoll's is not set; off means that nothing is written."""
+def test_variables_for_the_file(fresh, tmp_path) -> None:
+    """torch's variables apply if mycoll's is not set; `off` disables the file."""
     env = {"MYCOLL_TRACE_FILE": "", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/torch_"}
     fresh(2, "shm", init=False, env=env).run(quiet)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_0", "torch_1"]
@@ -204,7 +204,7 @@ def test_where_it_goes(fresh, tmp_path) -> None:
 
 
 def failing_twice(ctx: Ctx) -> tuple[str, str]:
-    """As a program does that starts again after a failure."""
+    """A program that makes a new group after a failure, and fails again."""
     ctx.init("first")
     with ctx.raises(dist.DistBackendError):
         dist.all_reduce(torch.ones(2 + ctx.rank))
@@ -216,7 +216,7 @@ def failing_twice(ctx: Ctx) -> tuple[str, str]:
     return first, black_box.read(os.getpid()).job
 
 
-def test_each_failure_is_told(fresh, tmp_path) -> None:
+def test_each_failure_is_recorded(fresh, tmp_path) -> None:
     env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/rank_%r"}
     jobs = fresh(2, "shm", init=False, env=env).run(failing_twice)
     assert len({*jobs[0], *jobs[1]}) == 1
@@ -228,7 +228,7 @@ def test_each_failure_is_told(fresh, tmp_path) -> None:
 
 
 def uneven(ctx: Ctx, folder: str) -> list[tuple[str, str]]:
-    """What is remembered, in memory and in the file."""
+    """The recorded operations, in memory and in the file."""
     import mycoll
 
     dist.all_gather([torch.empty(1), torch.empty(2)], torch.ones(1 + ctx.rank))
@@ -278,7 +278,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("folder", [b"\xe9t\xe9", "\u6570\u636e".encode() * 10, b"n" * 200])
 def test_call_sites_in_odd_places(tmp_path, folder) -> None:
-    """Paths need not be UTF-8, nor short; and a child of fork numbers the lines anew."""
+    """Paths may be long and need not be UTF-8. A forked child has its own table of call sites."""
     program = tmp_path / os.fsdecode(folder) / ("m" * 100) / "train.py"
     program.parent.mkdir(parents=True)
     program.write_text(PROGRAM)
@@ -288,7 +288,7 @@ def test_call_sites_in_odd_places(tmp_path, folder) -> None:
     _, error = run.communicate(timeout=120)
     assert run.returncode == 0, error
     for suffix, names in (("", ["step"]), ("_of_child", ["other", "step"])):
-        calls = remembered(Path(f"{out}{suffix}"))
+        calls = recorded(Path(f"{out}{suffix}"))
         sites = [f"train.py:{5 if name == 'step' else 7} in {name}" for name in names]
         assert [each.site for each in calls] == sites
 
@@ -302,11 +302,11 @@ def failing_often(ctx: Ctx, times: int) -> None:
 
 
 def test_old_folders_are_removed(fresh) -> None:
-    """Those of the last day stay, however many jobs fail after them."""
+    """Folders of the last day are kept, however many jobs fail later."""
     parent = black_box.default_folder()
     parent.mkdir(mode=0o700, exist_ok=True)
     recent, old = parent / ("0" * 15 + "a"), parent / ("0" * 15 + "b")
-    # An hour old, if not too many jobs have failed here since: no more than a hundred are kept.
+    # An hour old, or less if many jobs have failed here since, because only a hundred are kept.
     ages = sorted(time.time() - each.stat().st_mtime for each in parent.iterdir())
     hour = min(3600, ages[50]) if len(ages) > 50 else 3600
     for folder, age in ((recent, hour), (old, 25 * 3600)):

@@ -1,4 +1,5 @@
-"""all_reduce, reduce, reduce_scatter and their kin: right numbers, and the same bits everywhere."""
+"""all_reduce, reduce and reduce_scatter in all forms: correct results, and equal bits on all
+ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_all_reduce_big(world):
 
 
 def test_transports_agree(pool):
-    """The bits do not depend on how they travelled."""
+    """The bits do not depend on the transport."""
     transports = ("",) if pool.options.backend == "gloo" else ("shm", "tcp")
     digests = {
         digest
@@ -109,7 +110,7 @@ def narrow_cases(ctx: Ctx) -> None:
             ctx.same(x, arith.reduced("SUM", parts))
             y = top.clone()
             dist.all_reduce(y, op=dist.ReduceOp.AVG)
-            # bfloat16 reaches as far as the float that it is added in: there the sum is infinite.
+            # The sum of bfloat16 is infinite, because float32 has the same range.
             ctx.same(y, arith.reduced("AVG", parts), "AVG of the largest number")
 
 
@@ -129,7 +130,7 @@ def test_premul_sum(world):
 
 
 def refused_in_a_bucket(ctx: Ctx) -> None:
-    """The factors would make tensors of another type."""
+    """Multiplying by the factor would change the dtype."""
     tensors = [torch.ones(1000, dtype=torch.int8) for _ in range(8)]
     with pytest.raises(ValueError, match="PREMUL_SUM is for"):
         dist.all_reduce_coalesced(tensors, premul_sum(2.5))
@@ -162,7 +163,7 @@ def reduce_big(ctx: Ctx) -> None:
         if ctx.rank == root:
             ctx.same(x, arith.reduced("SUM", parts), f"root {root}")
         elif not ctx.skips("reduce/untouched"):
-            ctx.same(x, parts[ctx.rank], "a rank that is not the root: untouched:")
+            ctx.same(x, parts[ctx.rank], "a rank that is not the root is unchanged:")
 
 
 @pytest.mark.worlds(2, 3, 4, tcp=(3,))

@@ -1,4 +1,4 @@
-"""MYCOLL_REPLACE=gloo: programs that say gloo run over mycoll, unchanged."""
+"""MYCOLL_REPLACE=gloo: unchanged programs that use gloo run over mycoll."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds import warm
 pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 RANKS = 2
-# What a program can see of whose group it has: what only a backend of mycoll's has.
+# A program can tell the backends apart by a method that only mycoll's has.
 OURS = "def ours(pg): return hasattr(pg._get_backend(torch.device('cpu')), 'transport')"
 HEAD = f"""
 import os, sys, threading, warnings
@@ -38,7 +38,7 @@ def environment(replace: str | None = "gloo", **more: str) -> dict[str, str]:
 
 
 def run(code: str, ranks: int = 1, replace: str | None = "gloo", **more: str) -> list[str]:
-    """The program on each rank; what each of them prints. None of them may fail."""
+    """Runs the program on each rank, which must succeed; returns the output of each."""
     program = HEAD + textwrap.dedent(code)
     ended = warm.ranks(program, ranks, environment=environment(replace, **more))
     assert [code for code, *_ in ended] == [0] * ranks, [error[-3000:] for *_, error in ended]
@@ -78,7 +78,7 @@ def test_names_in_init_process_group() -> None:
 
 @pytest.mark.parametrize("other", ["nccl", "fake"])
 def test_gloo_beside_another_backend(other: str) -> None:
-    """As in "cpu:gloo,cuda:nccl": only the half for CPU tensors is mycoll's."""
+    """As in "cpu:gloo,cuda:nccl": mycoll replaces only the part for CPU tensors."""
     if other == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         pytest.skip("torch's nccl needs a build with NCCL and, since 2.15, a GPU")
     code = f"""
@@ -112,7 +112,7 @@ def test_groups_and_meshes() -> None:
             dist.barrier(group)
         if rank == 0:
             assert ours(again)
-        # Functions that torch offers to gloo by its name.
+        # Functions that torch allows for the backend name gloo.
         dist.monitored_barrier(part, timedelta(seconds=20))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -142,7 +142,7 @@ def test_off_by_default_and_undone_by_one_variable() -> None:
 
 @pytest.mark.parametrize("wrong", ["MYCOLL_REPLACE=glooo", "MYCOLL_CPU=glooo"])
 def test_another_value_is_an_error_of_each_group(wrong: str) -> None:
-    """Of gloo's, by whatever way it is made, and of mycoll's; others are no business of it."""
+    """Groups of gloo, made in any way, and of mycoll raise; other backends are not affected."""
     name, _, value = wrong.partition("=")
     expected = "expected gloo" if name == "MYCOLL_REPLACE" else "expected engine or gloo"
     run(
@@ -173,8 +173,8 @@ def test_another_value_is_an_error_of_each_group(wrong: str) -> None:
     )
 
 
-def test_what_is_in_the_way_is_said_when_a_group_is_made() -> None:
-    """And nothing before, also where warnings are errors."""
+def test_making_a_group_warns_if_gloo_is_not_replaced() -> None:
+    """Nothing is printed before, even if warnings are errors."""
     code = """
 import torch, torch.distributed as dist
 def init():
@@ -194,12 +194,12 @@ init()
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    told = "MYCOLL_REPLACE=gloo has no effect: MYCOLL_CPU=gloo asks for torch's gloo\n"
-    assert done.stdout == told
-    assert done.stderr.count(told) == 1
+    warning = "MYCOLL_REPLACE=gloo has no effect: MYCOLL_CPU=gloo asks for torch's gloo\n"
+    assert done.stdout == warning
+    assert done.stderr.count(warning) == 1
 
 
-def test_without_autoload_an_import_does_it() -> None:
+def test_import_without_autoload() -> None:
     run(
         """
         from torch.distributed import ProcessGroupGloo as before
@@ -215,20 +215,10 @@ def test_without_autoload_an_import_does_it() -> None:
 
 # --- the class ------------------------------------------------------------------------------------
 
-# Two ranks as threads of one process, as torch's own tests of the class have them at times.
+# For programs whose two ranks are threads of one process, as in some of torch's own tests.
 THREADS = """
 from torch.distributed import ProcessGroupGloo
-def on_all(body, count=2):
-    failures = []
-    def guarded(rank):
-        try:
-            body(rank)
-        except BaseException as error:
-            failures.append(error)
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(count)]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
-    if failures: raise failures[0]
+from worlds.threads import on_all
 """
 
 
@@ -245,7 +235,7 @@ ProcessGroupGloo.create_device(hostname="127.0.0.1")
 ProcessGroupGloo.create_default_device()
 try: ProcessGroupGloo.create_device(interface="no-such-interface")
 except RuntimeError: pass
-else: raise AssertionError("an interface that is not there")
+else: raise AssertionError("an interface that does not exist")
 
 def options():
     made = ProcessGroupGloo._Options()
@@ -272,7 +262,7 @@ for number, make in enumerate((
         x = torch.full((2,), float(rank + 1))
         pg.allreduce([x]).wait()
         assert x.tolist() == [3.0, 3.0]
-    on_all(body)
+    on_all(body, 2)
 """
     )
 
@@ -297,7 +287,7 @@ assert not isinstance(ProcessGroupGloo(dist.HashStore(), 0, 1), Counting)
 
 
 def test_one_tensor_of_each_rank_in_a_call() -> None:
-    """As torch.distributed passes it; gloo's class also takes several."""
+    """torch.distributed passes one tensor; gloo's class also accepts several."""
     run(
         THREADS
         + """
@@ -329,17 +319,17 @@ def body(rank):
             assert "requires a single-element" in str(error), error
         else:
             raise AssertionError("accepted")
-on_all(body)
+on_all(body, 2)
 """
     )
 
 
-# What gloo takes and refuses, as torch's own tests of it see it: over gloo itself, too.
+# The behaviour that torch's own tests of gloo check; also run over gloo itself.
 BOTH = pytest.mark.parametrize("replace", ["", "gloo"])
 
 
 @BOTH
-def test_refusals_in_gloos_words(replace: str) -> None:
+def test_refusals_have_the_text_of_gloo(replace: str) -> None:
     run(
         THREADS
         + """
@@ -412,15 +402,15 @@ def body(rank):
         else:
             raise AssertionError("accepted: " + words)
     pg.barrier().wait()
-on_all(body)
+on_all(body, 2)
 """,
         replace=replace,
     )
 
 
 def test_ranks_gather_uneven_shapes() -> None:
-    """gloo refuses tensors of unequal shapes. Here all_gather_object needs them: its pickles are
-    longer than the first message, and differ in length."""
+    """mycoll accepts tensors of unequal shapes, which gloo refuses. all_gather_object needs them
+    for pickles that are longer than the first message and differ in length."""
     run(
         """
         dist.init_process_group("gloo")
@@ -456,14 +446,14 @@ def body(rank):
     rows = [[torch.zeros(2) for _ in range(2)] for _ in range(2)]
     found = dist.all_gather_coalesced(rows, ys, pg, async_op=True).wait()
     assert [[x[0].item() for x in xs] for xs in found] == [[0, 1], [2, 3]], found
-on_all(body)
+on_all(body, 2)
 """,
         replace=replace,
     )
 
 
 def test_encryption_needs_its_files() -> None:
-    """test_encryption.py has them."""
+    """test_encryption.py tests the case with files."""
     run(
         """
         from mycoll import _gloo
@@ -473,15 +463,15 @@ def test_encryption_needs_its_files() -> None:
         except (RuntimeError, ValueError) as error:
             assert "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT: '' cannot be used" in str(error), error
         else:
-            raise AssertionError("it was made without a certificate")
+            raise AssertionError("the group was made without a certificate")
         """,
         GLOO_DEVICE_TRANSPORT="TCP_TLS",
     )
 
 
-def test_a_group_that_is_put_together_by_hand() -> None:
-    """As inference servers make groups for control messages, beside the job's: torch's functions
-    take them, and no init_process_group is needed."""
+def test_a_group_that_is_assembled_by_the_program() -> None:
+    """Inference servers make groups for control messages this way. torch's functions accept them,
+    without init_process_group."""
     run(
         THREADS
         + """
@@ -513,17 +503,18 @@ def body(rank):
     assert requests == ["a", 1]
     dist.barrier(group=group)
     group.shutdown()
-on_all(body)
+on_all(body, 2)
 assert not dist.is_initialized()
 """
     )
 
 
-# --- what torch makes itself ----------------------------------------------------------------------
+# --- groups that torch makes itself
+# ----------------------------------------------------------------------
 
 
 def test_groups_of_dist2() -> None:
-    """An experiment of torch's: groups without names and without global state."""
+    """An experimental API of torch: groups without names and without global state."""
     pytest.importorskip("torch.distributed._dist2")
     run(
         """
@@ -539,7 +530,7 @@ def test_groups_of_dist2() -> None:
     )
 
 
-def test_detail_wraps_ours_in_ours() -> None:
+def test_detail_wraps_mycoll() -> None:
     run(
         """
         dist.init_process_group("gloo")
@@ -585,7 +576,7 @@ def test_rpc() -> None:
 
 
 def test_an_exception_in_a_block() -> None:
-    """A caught exception in `_coalescing_manager` leaves no block open."""
+    """An exception in `_coalescing_manager` does not leave the block open."""
     run(
         """
         dist.init_process_group("gloo")
@@ -612,7 +603,7 @@ def test_an_exception_in_a_block() -> None:
 
 
 def test_a_data_loader_and_a_fork(tmp_path: Path) -> None:
-    """A process that has forked, as a DataLoader does, goes on; torch makes it a gloo group."""
+    """A DataLoader forks, and torch makes a gloo group for it; the process continues to work."""
     run(
         """
         from torch.utils.data import DataLoader
@@ -631,7 +622,7 @@ def test_a_data_loader_and_a_fork(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_the_background_process_of_a_checkpoint(tmp_path: Path) -> None:
-    """It is started by torch, which makes a gloo group there: the variable is inherited."""
+    """torch starts a process and makes a gloo group there, which inherits the variable."""
     file = tmp_path / "program.py"
     file.write_text(
         HEAD
@@ -672,7 +663,7 @@ def test_the_background_process_of_a_checkpoint(tmp_path: Path) -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_texts_that_programs_look_for() -> None:
+def test_texts_that_programs_search_for() -> None:
     run(
         THREADS
         + r"""
@@ -687,7 +678,7 @@ def text(action, *expected):
     else:
         raise AssertionError("nothing was raised")
 
-# Nobody else comes.
+# The other rank is missing.
 text(lambda: ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(milliseconds=10)),
      "(timeout after 10ms|Socket Timeout)")
 
@@ -702,7 +693,7 @@ def body(rank):
     else:
         left.wait(20)
     if rank == 0: left.set()
-on_all(body)
+on_all(body, 2)
 
 store = dist.HashStore()
 def body(rank):
@@ -715,7 +706,7 @@ def body(rank):
     else:
         left.wait(20)
 left.clear()
-on_all(body)
+on_all(body, 2)
 
 store = dist.HashStore()
 def body(rank):
@@ -725,7 +716,7 @@ def body(rank):
         pg.shutdown()
         return
     text(lambda: pg.allreduce([torch.ones(1)]).wait(), "Connection closed by peer")
-on_all(body)
+on_all(body, 2)
 """
     )
 
@@ -737,7 +728,7 @@ def test_a_peer_that_dies() -> None:
         dist.barrier()
         if rank == 1:
             sys.stdout.flush()
-            if os.fork() == 0:  # the death is no failure of this test's rank
+            if os.fork() == 0:  # so that the test's rank itself exits normally
                 os._exit(0)
             os.execv(sys.executable, [sys.executable, "-c", ""])
         try:
@@ -750,7 +741,7 @@ def test_a_peer_that_dies() -> None:
     assert outs[0] == "True"
 
 
-# --- what stays torch's ---------------------------------------------------------------------------
+# --- torch's own gloo ---------------------------------------------------------------------------
 
 
 def test_a_group_can_be_reconfigured() -> None:
@@ -775,7 +766,7 @@ def test_a_group_can_be_reconfigured() -> None:
     )
 
 
-def test_the_real_one_stays_reachable() -> None:
+def test_torchs_gloo_remains_available() -> None:
     run(
         """
         import mycoll
@@ -790,7 +781,7 @@ def test_the_real_one_stays_reachable() -> None:
     )
 
 
-def test_mycoll_cpu_gloo_leaves_gloo_alone() -> None:
+def test_mycoll_cpu_gloo_does_not_replace_gloo() -> None:
     run(
         """
         with warnings.catch_warnings(record=True) as seen:
@@ -805,7 +796,7 @@ def test_mycoll_cpu_gloo_leaves_gloo_alone() -> None:
     )
 
 
-# In each interpreter that has it on its path: notes what the groups that torch makes really are.
+# A sitecustomize that records the actual backend of each group that torch makes.
 NOTING = """
 import functools, os, torch, torch.distributed as dist
 def noting(function):
@@ -834,7 +825,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("MYCOLL_REPLACE", "-m faults --only 19a --transport shm --json build/faults-test"),
     ],
 )
-def test_what_is_compared_is_what_it_is_called(tmp_path: Path, variable: str, words: str) -> None:
+def test_comparisons_ignore_the_variables(tmp_path: Path, variable: str, words: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(NOTING)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -857,7 +848,7 @@ def test_what_is_compared_is_what_it_is_called(tmp_path: Path, variable: str, wo
 
 
 def snapshot(replace: str | None, autoload: str) -> str:
-    """What torch.distributed's modules hold after `import torch`: names and what stands there."""
+    """The names in torch.distributed's modules after `import torch`, and where they come from."""
     code = """
 import sys
 import torch, torch.distributed
@@ -881,7 +872,7 @@ for name in sorted(sys.modules):
 
 @pytest.mark.tools
 def test_importing_torch_changes_nothing() -> None:
-    """Not set, mycoll leaves every module of torch.distributed as it is without mycoll."""
+    """If the variable is not set, the modules of torch.distributed are those without mycoll."""
     without = snapshot(None, autoload="0")
     assert snapshot(None, autoload="1") == without
     assert "ProcessGroupGloo" in without
@@ -889,8 +880,8 @@ def test_importing_torch_changes_nothing() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
-def test_in_python_built_without_gloo_nothing_breaks() -> None:
-    """A torch that has no gloo says so itself when somebody wants one."""
+def test_torch_without_gloo() -> None:
+    """mycoll works; torch itself raises when a gloo group is made."""
     run(
         """
         from torch._C import _distributed_c10d as c

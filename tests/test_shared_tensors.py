@@ -1,4 +1,4 @@
-"""Tensors that the ranks of a host read in place: shared ones, and any with single copy."""
+"""Tensors that ranks of a host read in place: shared tensors, and all tensors with single copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from worlds import arith
 from worlds.worker import Ctx
 
 MIB = 1 << 20
-# Below the size from which tensors are offered, a little above it, and many rounds.
+# Below the smallest size that is offered to other ranks, slightly above it, and many rounds.
 NUMELS = (1000, 50_001, 700_003)
 
 
@@ -46,7 +46,7 @@ def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
 # --- one process
 
 
-def test_they_are_ordinary_tensors():
+def test_shared_tensors_are_ordinary_tensors():
     before = bytes_in_use()
     a = mycoll.empty(100, 50, dtype=torch.bfloat16)
     b = mycoll.zeros(3, 4)
@@ -75,7 +75,7 @@ def test_they_are_ordinary_tensors():
     assert bytes_in_use() == before
 
 
-def test_the_scope_is_of_its_thread_and_ends():
+def test_the_scope_belongs_to_its_thread():
     elsewhere = []
     with mycoll.shared_tensors():
         with mycoll.shared_tensors():
@@ -94,8 +94,8 @@ def test_the_scope_is_of_its_thread_and_ends():
         native()._close_shared_tensors()
 
 
-def test_who_asks_for_plain_memory_may_give_it_back_at_any_time():
-    """oneDNN, for one: its memory is torch's, and lives as long as a packed weight."""
+def test_memory_of_onednn_is_not_shared():
+    """oneDNN allocates from torch, and frees the memory with a packed weight."""
     inputs = torch.randn(4, 8, 32, 32)
     kept = []
     with mycoll.shared_tensors():
@@ -121,7 +121,7 @@ def test_other_memory_is_refused(options):
 
 
 def test_children_of_a_fork_write_to_copies():
-    x = mycoll.zeros(1000)  # so few that torch needs none of its threads, which a child lacks
+    x = mycoll.zeros(1000)  # small, so that torch does not use its threads, which a child lacks
     x.fill_(1)
     reader, writer = os.pipe()
     child = os.fork()
@@ -142,8 +142,8 @@ def test_children_of_a_fork_write_to_copies():
 
 
 class Giver:
-    """Makes a rank's tensors. mine: shared, ordinary, or mixed: every other rank's are shared, and
-    then the others'."""
+    """Makes a rank's tensors. mine: "shared", "ordinary", or "mixed", where every other tensor is
+    shared, alternating between ranks."""
 
     def __init__(self, ctx: Ctx, mine: str) -> None:
         self._turn = itertools.count(ctx.rank)
@@ -153,7 +153,7 @@ class Giver:
         shares = self._mine == "shared" or (self._mine == "mixed" and next(self._turn) % 2)
         if not shares:
             return tensor.clone()
-        # A view in the middle of something larger.
+        # A view in the middle of a larger tensor.
         whole = mycoll.empty(tensor.numel() + 77, dtype=tensor.dtype)
         return whole[33 : 33 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
@@ -248,7 +248,7 @@ SINGLE_COPY = (("MYCOLL_SINGLE_COPY", "on"),)
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_operations_by_single_copy(pool, mycoll_only, size):
-    """On ordinary tensors, which the ranks read through the kernel."""
+    """Ordinary tensors, which the ranks read through the kernel."""
     world = pool.get(pool.spec(size, "shm", env=SINGLE_COPY))
     for mine in ("ordinary", "mixed"):
         for numel in NUMELS:
@@ -259,7 +259,7 @@ def test_all_operations_by_single_copy(pool, mycoll_only, size):
 
 
 def messages(ctx: Ctx, numel: int) -> None:
-    """Messages of a ring, by every function that sends them."""
+    """Messages of a ring, with each function that sends messages."""
     after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     inputs = ctx.inputs(torch.float32, (3, numel))
     mine, want = inputs[ctx.rank], inputs[before]
@@ -347,7 +347,7 @@ def uneven(numel: int, size: int) -> list[int]:
 
 
 @pytest.mark.worlds(4)
-def test_the_bits_are_those_of_ordinary_tensors(world, mycoll_only):
+def test_bits_equal_those_of_ordinary_tensors(world, mycoll_only):
     world.run(bits, 400_000)
 
 
@@ -360,7 +360,7 @@ def digest_of_sums(ctx: Ctx) -> str:
     return digest.hexdigest()
 
 
-def test_the_bits_are_the_same_with_single_copy(pool, mycoll_only):
+def test_bits_are_equal_with_single_copy(pool, mycoll_only):
     found = set()
     for use in ("on", "off"):
         world = pool.get(pool.spec(3, "shm", env=(("MYCOLL_SINGLE_COPY", use),)))
@@ -368,9 +368,9 @@ def test_the_bits_are_the_same_with_single_copy(pool, mycoll_only):
     assert len(found) == 1
 
 
-def come_and_go(ctx: Ctx) -> int:
-    """Tensors of other sizes all the time, so that regions come, are used again, and go."""
-    random = ctx.random("come and go")
+def allocate_and_free(ctx: Ctx) -> int:
+    """Tensors of changing sizes, so that regions are made, reused and freed."""
+    random = ctx.random("allocate and free")
     kept: list[torch.Tensor] = []
     for step in range(150):
         numel = random.choice([40_000, 300_000, 2_000_000, 9_000_000])
@@ -392,8 +392,8 @@ def come_and_go(ctx: Ctx) -> int:
 
 
 @pytest.mark.worlds(3)
-def test_they_may_come_and_go(world, mycoll_only):
-    for mappings in world.run(come_and_go):
+def test_regions_are_reused_and_freed(world, mycoll_only):
+    for mappings in world.run(allocate_and_free):
         assert mappings < 60
 
 
@@ -407,7 +407,7 @@ def inode_at(address: int) -> str:
 
 
 def rights(inode: str) -> set[str]:
-    """With which this process has mapped it."""
+    """The permissions with which this process has mapped the file."""
     lines = map(str.split, Path("/proc/self/maps").read_text().splitlines())
     return {line[1] for line in lines if line[4] == inode}
 
@@ -426,12 +426,12 @@ def only_read(ctx: Ctx) -> None:
     window = mycoll.new_window(x)
     ctx.equal(seen(), [{"r--s", "rw-s"}] * (ctx.size - 1), "with a window")
     window.tensor_deregister()
-    ctx.equal(seen(), [{"r--s"}] * (ctx.size - 1), "after it")
+    ctx.equal(seen(), [{"r--s"}] * (ctx.size - 1), "after the window")
 
 
 @pytest.mark.worlds(3)
-def test_others_map_them_for_reading_only(world, mycoll_only):
-    """But for the pages of a window, while it is open."""
+def test_other_ranks_map_tensors_read_only(world, mycoll_only):
+    """Except for the pages of a window, while it is open."""
     world.run(only_read)
 
 
@@ -449,12 +449,12 @@ def outlive_the_group(ctx: Ctx) -> None:
     ctx.equal(bytes_in_use(), 0)
 
 
-def test_they_outlive_their_groups(fresh, mycoll_only):
+def test_tensors_outlive_their_groups(fresh, mycoll_only):
     fresh(2, "shm", init=False).run(outlive_the_group)
 
 
 def leaves_a_late_rank(ctx: Ctx) -> Seen | None:
-    """Rank 0's call times out while the others can still read its tensor; it uses it at once."""
+    """Rank 0's call times out while other ranks may read its tensor, and it then writes to it."""
     x = torch.zeros(1_000_000)
     dist.all_reduce(x)
     store = ctx.store("late")
@@ -476,7 +476,8 @@ def test_a_timeout_with_single_copy(stage, mycoll_only):
 
 
 def sends_to_a_late_rank(ctx: Ctx) -> Seen:
-    """Rank 0's send times out; it uses its tensor at once. Rank 1 must not receive that."""
+    """Rank 0's send times out, and it writes to its tensor. Rank 1 must not receive the new
+    values."""
     x = torch.zeros(1_000_000)
     dist.barrier()
     for _ in range(2):
@@ -529,7 +530,7 @@ def test_ddp(world, mycoll_only):
 
 
 def gradients(ctx: Ctx, scope: contextlib.AbstractContextManager[None]) -> list[torch.Tensor]:
-    """The last step's, and the parameters after it."""
+    """The gradients of the last step, and the parameters after it."""
     torch.manual_seed(0)
     with scope:
         net = Sequential(Linear(300, 700), Linear(700, 300))
@@ -545,7 +546,7 @@ def gradients(ctx: Ctx, scope: contextlib.AbstractContextManager[None]) -> list[
 
 
 def gradients_in_buckets(ctx: Ctx) -> None:
-    """From the second step on they lie in the buckets, which are made anew then."""
+    """Since the second step, gradients are views of the buckets, which DDP then makes anew."""
     shared = gradients(ctx, mycoll.shared_tensors())
     plain = gradients(ctx, contextlib.nullcontext())
     assert all(map(is_shared, shared)) and not any(map(is_shared, plain))
@@ -556,7 +557,7 @@ def gradients_in_buckets(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_gradients_in_ddps_buckets(world, mycoll_only):
+def test_gradients_in_buckets_of_ddp(world, mycoll_only):
     world.run(gradients_in_buckets)
 
 
@@ -585,12 +586,12 @@ def dies(ctx: Ctx, victim: int, what: str) -> Seen:
         step()
     kill_one(ctx, victim, after=0.05)
 
-    def go_on() -> None:
+    def repeat() -> None:
         while True:
             step()
 
-    seen = attempt(go_on)
-    x.fill_(5)  # nobody else writes to it
+    seen = attempt(repeat)
+    x.fill_(5)  # no other rank writes to it
     time.sleep(0.2)
     ctx.equal(x.unique().tolist(), [5])
     return seen
@@ -613,13 +614,13 @@ def differ(ctx: Ctx) -> Seen:
     return attempt(lambda: dist.all_reduce(mycoll.zeros(1_000_000 + ctx.rank)))
 
 
-def test_differing_calls_are_told(reused, mycoll_only):
+def test_different_calls_are_an_error(reused, mycoll_only):
     for seen in reused(2, "shm").run_in_group(differ):
         assert "MISMATCH" in seen.text, seen.text
 
 
 def without_descriptors(ctx: Ctx) -> None:
-    """Rank 1 can map nothing of rank 0's: it is copied as ever."""
+    """Rank 1 cannot map rank 0's tensor, which is then copied."""
     dist.barrier()
     x = mycoll.empty(300_000).fill_(ctx.rank + 1)
     taken = []
@@ -635,5 +636,5 @@ def without_descriptors(ctx: Ctx) -> None:
     ctx.equal(x.unique().tolist(), [6])
 
 
-def test_what_cannot_be_mapped_is_copied(reused, mycoll_only):
+def test_tensors_that_cannot_be_mapped_are_copied(reused, mycoll_only):
     reused(2, "shm").run_in_group(without_descriptors)

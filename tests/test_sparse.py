@@ -43,7 +43,7 @@ def test_sparse_all_reduce(world):
 
 
 def test_without_memory_for_the_sum() -> None:
-    """The operation fails, and the process goes on."""
+    """The operation fails, and the process continues."""
     program = """
 import resource, torch, torch.distributed as dist, mycoll
 group = mycoll.process_group(dist.HashStore(), 0, 1)
@@ -70,7 +70,7 @@ def sparse_refused(ctx: Ctx) -> None:
     x = sparse(ctx.rank, 4, (10,), 1)
     with ctx.raises((RuntimeError, ValueError, TypeError)):
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    with ctx.raises((RuntimeError, ValueError, TypeError)):  # torch adds no such tensors up
+    with ctx.raises((RuntimeError, ValueError, TypeError)):  # torch cannot add such tensors
         values = torch.ones(1, dtype=torch.uint16)
         dist.all_reduce(torch.sparse_coo_tensor(torch.tensor([[ctx.rank]]), values, (10,)))
     y = torch.ones(1)

@@ -1,4 +1,4 @@
-"""mycoll.spawn: results by rank, and the failure that came first."""
+"""mycoll.spawn: results by rank, and the first failure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def one_thread(monkeypatch, backend):
 
 @pytest.fixture
 def quick_start(monkeypatch):
-    """Ranks are forked from a process that has imported torch, where a test is not about how they
-    start. They have its environment."""
+    """Forks ranks from a process that has imported torch, for tests that do not test how ranks
+    start. The ranks have the environment of that process."""
     start = servers.context()
     server = servers.pid()
     process = start.Process
@@ -57,7 +57,7 @@ def rank_one_raises_beside(folder):
     try:
         dist.barrier()
     except dist.DistBackendError as error:
-        Path(folder, "heard").write_text(str(error))
+        Path(folder, "error").write_text(str(error))
         raise
 
 
@@ -70,15 +70,15 @@ def rank_one_dies():
 def rank_one_dies_and_leaves_a_child():
     if dist.get_rank() == 1:
         if os.fork() == 0:
-            os.closerange(0, 3)  # not those of the tests
+            os.closerange(0, 3)  # do not keep the test's streams open
             time.sleep(90)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(90)
 
 
-def rank_one_hides():
-    """Rank 0 reports first, and what it reports is not the cause."""
+def rank_one_raises_late():
+    """Rank 0 fails first, as a consequence of rank 1."""
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         time.sleep(0.4)
@@ -87,7 +87,7 @@ def rank_one_hides():
     try:
         work.wait()
     except dist.DistBackendError as error:
-        raise RuntimeError("cannot go on") from error
+        raise RuntimeError("cannot continue") from error
 
 
 def rank_one_raises_its_own_cause():
@@ -121,37 +121,39 @@ def test_traceback_of_the_first(backend, quick_start):
 
 @pytest.fixture
 def long_grace(monkeypatch):
-    """For ranks that have something to say after the first one, on a busy machine."""
+    """Gives ranks time to report after the first failure, also on a busy machine."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 10.0)
 
 
-def test_the_others_hear_of_the_exception(mycoll_only, quick_start, long_grace, tmp_path):
+def test_the_exception_is_in_the_error_of_the_others(
+    mycoll_only, quick_start, long_grace, tmp_path
+):
     with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed"):
         mycoll.spawn(rank_one_raises_beside, args=(str(tmp_path),))
-    heard = (tmp_path / "heard").read_text()
-    assert "its program ended with an exception, ValueError: the loss is nan" in heard, heard
+    text = (tmp_path / "error").read_text()
+    assert "its program ended with an exception, ValueError: the loss is nan" in text, text
 
 
-def test_its_own_frames_stay_out_of_pytests_tracebacks():
+def test_pytest_hides_frames_of_spawn():
     def generators():
         yield  # cannot be pickled, and neither can this function
 
     with pytest.raises(RuntimeError) as caught:
         mycoll.spawn(generators)
     assert [entry.name for entry in caught.traceback.filter(caught)] == [
-        "test_its_own_frames_stay_out_of_pytests_tracebacks"
+        "test_pytest_hides_frames_of_spawn"
     ]
 
 
-def test_death_without_a_word(backend, quick_start):
+def test_killed_rank(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
         mycoll.spawn(rank_one_dies, backend=backend)
     assert "SIGKILL" in str(caught.value)
 
 
-def test_consequence_that_comes_first(backend, quick_start, long_grace):
+def test_consequence_before_the_cause(backend, quick_start, long_grace):
     with pytest.raises(mycoll.SpawnError, match="ValueError: the cause"):
-        mycoll.spawn(rank_one_hides, backend=backend)
+        mycoll.spawn(rank_one_raises_late, backend=backend)
 
 
 def test_an_exception_that_is_its_own_cause(backend, quick_start):
@@ -159,12 +161,12 @@ def test_an_exception_that_is_its_own_cause(backend, quick_start):
         mycoll.spawn(rank_one_raises_its_own_cause, backend=backend, timeout=30)
 
 
-def test_result_that_cannot_travel(backend, quick_start):
+def test_result_that_cannot_be_pickled(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="cannot pickle 'generator' object"):
         mycoll.spawn(return_generator, backend=backend)
 
 
-def test_timeout_stops_all(backend, quick_start):
+def test_timeout_stops_all_ranks(backend, quick_start):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="from rank 1; stopped"):
         mycoll.spawn(sleep_long, backend=backend, timeout=10)
@@ -207,14 +209,14 @@ def test_cell_without_cloudpickle():
     assert "pip install cloudpickle" in done.stderr, done.stderr
 
 
-def test_a_dead_ranks_child_keeps_nobody(backend, quick_start):
+def test_a_child_of_a_dead_rank_does_not_block_spawn(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="ended by SIGKILL"):
         mycoll.spawn(rank_one_dies_and_leaves_a_child, 2, backend=backend, timeout=60)
 
 
 @pytest.mark.tools
-def test_environment_comes_before_imports(tmp_path: Path, monkeypatch, backend):
-    """Torch reads some of it when it is imported, which the script does at its top."""
+def test_environment_is_set_before_imports(tmp_path: Path, monkeypatch, backend):
+    """torch reads some variables when it is imported, which the script does at its top."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     script = tmp_path / "script.py"
     script.write_text(

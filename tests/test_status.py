@@ -1,4 +1,4 @@
-"""`mycoll status`: what running processes are at, read from outside while they hang."""
+"""`mycoll status`: the state of running processes, read by another process while they hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pids(ctx: Ctx) -> int:
 
 
 def stuck(ctx: Ctx, culprit: int, mark: str) -> None:
-    """All but one come; that one holds the GIL, as a busy C extension would."""
+    """One rank does not call all_reduce and holds the GIL, as a busy C extension would."""
     if ctx.rank == culprit:
         deadline = time.monotonic() + PATIENCE
         while not Path(mark).exists() and time.monotonic() < deadline:
@@ -34,7 +34,7 @@ def stuck(ctx: Ctx, culprit: int, mark: str) -> None:
     dist.all_reduce(torch.ones(25))
 
 
-def test_who_waits_for_whom(fresh, transport, tmp_path) -> None:
+def test_waiting_ranks_and_missing_ranks(fresh, transport, tmp_path) -> None:
     world = fresh(3, transport)
     numbers = world.run(pids)
     mark = tmp_path / "go"
@@ -124,7 +124,7 @@ def groups(ctx: Ctx) -> int:
     return os.getpid()
 
 
-def test_groups_come_and_go(fresh) -> None:
+def test_groups_that_were_destroyed_are_not_shown(fresh) -> None:
     found = black_box.find(fresh(3, "shm").run(groups))
     assert [[group.description for group in each.groups] for each in found] == [
         ["default_pg", "a pair"],
@@ -149,14 +149,14 @@ def test_command(fresh, capsys) -> None:
     rows = json.loads(capsys.readouterr().out)["processes"]
     assert [row["pid"] for row in rows] == numbers
     assert rows[0]["groups"][0]["submitted"] == 2
-    # All of this user's, without being told where they are.
+    # Finds all processes of this user.
     assert status.main(["--json", "--job", rows[0]["job"]]) == 0
     everything = json.loads(capsys.readouterr().out)["processes"]
     assert [row["pid"] for row in everything] == numbers
 
 
 def fork(ctx: Ctx) -> int:
-    """The child lives until this rank ends."""
+    """Forks a child that lives until this rank ends."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -174,8 +174,8 @@ def test_children_are_not_ranks(fresh) -> None:
     assert black_box.read(child) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_others_may_not_look(fresh) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_have_no_access(fresh) -> None:
     (number, *_) = fresh(2, "shm").run(pids)
     assert black_box.read(number) is not None
     reader, writer = os.pipe()
@@ -201,7 +201,7 @@ def waiting() -> black_box.Operation:
 
 
 def test_a_world_of_two_jobs() -> None:
-    """A rank has been started again, and the other has lived on: one world all the same."""
+    """One rank was restarted and the other was not: they are shown as one world."""
     survivor = seen(0, "aaaa", "c2", submitted=5, finished=4)
     survivor.groups[0].operations = [waiting()]
     table = status.as_text([survivor, seen(1, "bbbb", "c2", submitted=4, finished=4)])
@@ -219,7 +219,7 @@ def test_a_rank_that_has_left() -> None:
     assert "1 and 3 more" in table
 
 
-def test_nobody_there(capsys) -> None:
+def test_no_processes(capsys) -> None:
     assert status.main(["--job", "nosuch"]) == 1
     assert "no such mycoll process" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""_C.pyi says what the compiled module holds: the same names, with the same parameters."""
+"""_C.pyi has the names of the compiled module, with the same parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def module() -> ModuleType:
 
 
 def definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a module or class body of the stub defines, by name."""
+    """The definitions in a module or class body of the stub, by name."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -52,16 +52,16 @@ def parameters(function: Any) -> list[list[str]]:
             while text != before:
                 before, text = text, re.sub(r"\[[^\[\]]*\]|\([^()]*\)|<[^<>]*>", "", text)
             names = [part.split(":")[0].split("=")[0].strip() for part in text.split(",")]
-            # **kwargs is there to refuse what is not known: the stub has none.
+            # **kwargs is only used to refuse unknown arguments, so the stub does not have it.
             found.append([n for n in names if n and n not in {"/", "*"} and n[:2] != "**"])
     return found
 
 
 def check_parameters(where: str, node: ast.FunctionDef, function: Any) -> None:
-    said = [arg.arg for arg in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+    names = [arg.arg for arg in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
     overloads = parameters(function)
     if overloads:
-        assert said in overloads, f"{where}: the stub says {said}, the module {overloads}"
+        assert names in overloads, f"{where}: the stub has {names}, the module {overloads}"
 
 
 def test_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md, as far as a search for words can see whether they are kept."""
+"""Rules of CONTRIBUTING.md that a search for patterns can check."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MESSAGES_IN_CPP = rf"{MESSAGE}\.(find|starts_with|contains)\(|== *kHas|what\(\)\
 MESSAGES_IN_PYTHON = (
     r"""["'] (not )?in (str\(error\)|error\.args|message\b)|(search|match)\(.*str\(error\)"""
 )
-# Their text is no message but what they parse; status.cpp puts a group's name before a text that
-# has none.
+# These files parse text that is not a message; status.cpp adds a group's name to a text without
+# one.
 PARSERS = {
     "base/env.cpp",
     "base/status.cpp",
@@ -28,16 +28,16 @@ PARSERS = {
     "transport/peer.cpp",
 }
 
-# Over one second: a test waits for what must happen, not for a time. Processes that sleep for more
-# than a minute are killed.
+# Sleeps over one second, because a test should wait for an event, not for a time. Sleeps of more
+# than a minute are allowed: these processes are killed.
 LONG_SLEEPS = (
     r"\bsleep\((1\.\d*[1-9]|([2-9]|[1-5]\d)(\.\d+)?)\)"
     r"|sleep_for\((1[1-9]\d\dms|[2-9]'?\d{3}ms|\d+s\b|std::chrono::seconds"
     r"|std::chrono::milliseconds\((1'?[1-9]\d\d|1'?0[1-9]\d|[2-9]'?\d{3}|\d{2,}'?\d{3})\))"
 )
 
-# Their locks are taken with a deadline or handed on, as no Mutex can be, or are torch's; or Mutex
-# is made of them.
+# Files whose locks have a deadline or are handed over, which Mutex does not support, or belong to
+# torch; and the implementation of Mutex.
 OTHER_LOCKS = {
     "backend/callback_order.cpp",
     "base/mutex.h",
@@ -53,7 +53,7 @@ CPP, PYTHON = ("*.h", "*.cpp", "*.inc"), ("*.py",)
 
 
 def found(pattern: str, folders: list[Path], names: tuple[str, ...]) -> dict[str, str]:
-    """By place (file and line), the lines in which a pattern occurs."""
+    """The lines that match a pattern, by file and line number."""
     lines = {}
     for folder in folders:
         for path in sorted(path for name in names for path in folder.rglob(name)):
@@ -64,8 +64,8 @@ def found(pattern: str, folders: list[Path], names: tuple[str, ...]) -> dict[str
 
 
 @pytest.mark.quick
-def test_nothing_is_decided_by_the_text_of_a_message() -> None:
-    """A Status has a code and a Cause with fields, an exception has a type."""
+def test_no_decision_reads_the_text_of_a_message() -> None:
+    """A Status has a code and a Cause with fields; an exception has a type."""
     places = found(MESSAGES_IN_CPP, [CSRC], CPP)
     places |= found(MESSAGES_IN_PYTHON, [PACKAGE, BENCHMARKS], PYTHON)
     excused = tuple(f"/{name}:" for name in PARSERS)
@@ -81,25 +81,25 @@ def test_nothing_is_decided_by_the_text_of_a_message() -> None:
     [
         (r"\b(TODO|FIXME|XXX|HACK)\b", [CSRC, PACKAGE, BENCHMARKS], CPP + PYTHON),
         (r"^\s*throw (?!std::bad_alloc|;)", BELOW_TORCH, CPP),  # errors are a Status there
-        (r"\bmutex\b", [CSRC / "kernels"], CPP),  # ./dev lint does not look for locks there
+        (r"\bmutex\b", [CSRC / "kernels"], CPP),  # ./dev lint does not check locks there
         (LONG_SLEEPS, [ROOT / "tests" / name for name in ("cpp", "jobs")], CPP + PYTHON),
         (LONG_SLEEPS, [ROOT / "tests"], ("test_*.py",)),
     ],
     ids=[
-        "nothing is left open",
+        "no open tasks",
         "no exceptions below device",
         "no locks in kernels",
         "no long sleep in jobs and tests of C++",
         "no long sleep in tests",
     ],
 )
-def test_words_that_do_not_occur(pattern, folders, names) -> None:
+def test_forbidden_patterns(pattern, folders, names) -> None:
     assert not found(pattern, folders, names)
 
 
 @pytest.mark.quick
-def test_locks_are_those_that_clang_checks() -> None:
-    """Mutex and MutexLock (base/mutex.h), with fields that are GUARDED_BY them."""
+def test_locks_can_be_checked_by_clang() -> None:
+    """Code uses Mutex and MutexLock (base/mutex.h), with fields that are GUARDED_BY them."""
     places = found(r"\bstd::(mutex|lock_guard|scoped_lock|shared_mutex)\b", [CSRC], CPP)
     excused = tuple(f"/{name}:" for name in OTHER_LOCKS)
     assert not {
@@ -110,14 +110,14 @@ def test_locks_are_those_that_clang_checks() -> None:
 def test_files() -> None:
     for header in CSRC.rglob("*.h"):
         text = header.read_text()
-        assert text.startswith("//"), f"{header}: begins with what it is for"
+        assert text.startswith("//"), f"{header}: must start with a comment"
         # foreach_isa.h is made to be included several times.
         assert "#pragma once" in text or header.name == "foreach_isa.h", header
     for folder in (CSRC, PACKAGE, BENCHMARKS):
         assert not list(folder.rglob("*util*")), "files are nouns"
 
 
-def test_the_top_level_is_what_a_project_has() -> None:
+def test_top_level_files() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
@@ -129,4 +129,4 @@ def test_the_top_level_is_what_a_project_has() -> None:
     code |= {"pyproject.toml", "setup.py", "requirements-clients.txt", "requirements-dev.txt"}
     text = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
     left = {name for name in top - folders - code - text if not name.startswith(".")}
-    assert not left, "somebody left it here"
+    assert not left, "unexpected files at the top level"

@@ -1,4 +1,4 @@
-"""Several Python threads, several groups, crossed orders."""
+"""Several Python threads and several groups, also in crossed orders."""
 
 from __future__ import annotations
 
@@ -9,29 +9,13 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.threads import on_all
 from worlds.worker import Ctx
-
-
-def in_threads(ctx: Ctx, count: int, body: Callable[[int], None]) -> None:
-    """Runs body(0) .. body(count - 1) at once; their exceptions become failures."""
-
-    def guarded(i: int) -> None:
-        try:
-            body(i)
-        except Exception as error:
-            ctx.fail(f"thread {i}: {type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def thread_a_group(ctx: Ctx) -> None:
@@ -50,7 +34,7 @@ def thread_a_group(ctx: Ctx) -> None:
             if step % 10 == i:
                 dist.barrier(group=groups[i])
 
-    in_threads(ctx, len(groups), body)
+    on_all(body, len(groups))
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -80,7 +64,7 @@ def p2p_in_threads(ctx: Ctx) -> None:
                 if not bool((x == ctx.size).all()):
                     ctx.fail(f"all_reduce {step} is wrong")
 
-    in_threads(ctx, 3, body)
+    on_all(body, 3)
 
 
 @pytest.mark.worlds(2, 3)
@@ -89,7 +73,7 @@ def test_p2p_and_collectives_in_threads(world):
 
 
 def crossed_order(ctx: Ctx) -> None:
-    """Even ranks start on group a then b, odd ones b then a: legal for async work."""
+    """Even ranks use group a and then b, odd ranks b and then a, which is valid for async work."""
     a, b = dist.new_group(), dist.new_group()
     for numel in (10, 200_000):
         for _ in range(10):
@@ -147,7 +131,7 @@ def other_thread_runs(ctx: Ctx, name: str) -> None:
 
         def count() -> None:
             nonlocal ticks
-            while ticks < 200:  # only when they have run is the other rank told to come
+            while ticks < 200:  # the other rank makes its call only when this loop has ended
                 time.sleep(0.001)
                 ticks += 1
             store.set("ran", "")
@@ -174,8 +158,8 @@ def test_no_gil_held_while_waiting(world, name):
 
 
 def interpreter_is_held(ctx: Ctx, name: str) -> None:
-    """A thread of rank 0 keeps the interpreter to itself while another waits in an operation, until
-    rank 1 has ended its part."""
+    """A thread of rank 0 holds the GIL while another thread waits in an operation, until rank 1 has
+    completed its part."""
     x = torch.ones(1 << 20)
     dist.all_reduce(x)
     store = ctx.store(f"held in {name}")
@@ -188,7 +172,7 @@ def interpreter_is_held(ctx: Ctx, name: str) -> None:
             ready: list[int] = []
 
             def hold() -> None:
-                time.sleep(0.3)  # the other thread waits in the operation by then
+                time.sleep(0.3)  # the other thread starts to wait in the operation meanwhile
                 store.set("fifo", fifo)
                 ready.append(ctypes.PyDLL(None).poll(wanted, 1, 20_000))  # PyDLL keeps the GIL
 
@@ -200,7 +184,7 @@ def interpreter_is_held(ctx: Ctx, name: str) -> None:
         ctx.equal(ready, [1], f"rank 1 waits in {name} for the interpreter of rank 0")
     else:
         fifo = store.get("fifo").decode()
-        time.sleep(0.1)  # the interpreter of rank 0 is held by then
+        time.sleep(0.1)  # rank 0's thread takes the GIL meanwhile
         (dist.all_reduce if name == "all_reduce" else lambda y: dist.send(y, 0))(x)
         Path(fifo).write_bytes(b"x")
 
@@ -212,7 +196,7 @@ def test_work_proceeds_while_a_thread_holds_the_interpreter(world, name):
 
 
 def many_async(ctx: Ctx) -> None:
-    """Hundreds in flight, issued much faster than they are done."""
+    """Hundreds of operations in flight, issued much faster than they complete."""
     tensors = [torch.full((17 + i % 5,), float(i)) for i in range(600)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     for work in works:

@@ -1,4 +1,4 @@
-"""Corners of torch.distributed's interface that programs and libraries lean on."""
+"""Less common parts of torch.distributed that programs and libraries use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from worlds.smoke import smoke
 from worlds.training import compare, model, reference, train
 from worlds.worker import Ctx
 
@@ -42,11 +43,11 @@ def names(ctx: Ctx) -> None:
         with ctx.raises(ValueError, "not part"):
             dist.get_global_rank(group, len(members))
         x = torch.ones(1)
-        # The group's own numbers, where torch takes either.
+        # Rank numbers of the group instead of global ones.
         dist.broadcast(x, group=group, group_src=0)
         dist.destroy_process_group(group)
     dist.barrier()
-    # Devices of barrier are for accelerators; torch refuses them to others.
+    # torch refuses device_ids of barrier() without an accelerator.
     dist.barrier(async_op=True).wait()
 
 
@@ -57,14 +58,18 @@ def test_names_and_ranks(world):
 
 def debug(ctx: Ctx, level: str) -> None:
     ctx.equal(dist.get_debug_level(), getattr(dist.DebugLevel, level))
+    smoke(ctx.rank, ctx.size)
     net = model()
     train(DistributedDataParallel(net), [ctx.rank])
     compare(ctx, net, reference(ctx))
     found = [None] * ctx.size
     dist.all_gather_object(found, {"rank": ctx.rank})
     ctx.equal([each["rank"] for each in found], list(range(ctx.size)))
+    dist.all_reduce_coalesced([torch.ones(4)])
+    dist.monitored_barrier()
     group = dist.new_group([0, 1])
     if ctx.rank < 2:
+        smoke(ctx.rank, 2, group)
         x = torch.ones(3)
         dist.all_reduce(x, group=group)
         dist.monitored_barrier(group)
@@ -79,7 +84,7 @@ def test_debug_levels(reused, transport, level):
 
 
 def unused_is_named(ctx: Ctx) -> None:
-    """What DDP says about a forgotten parameter, with the names that DETAIL adds."""
+    """DDP's error about an unused parameter, with the names that DETAIL adds."""
     net = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "forgotten": torch.nn.Linear(2, 2)})
 
     class Partly(torch.nn.Module):
@@ -114,7 +119,7 @@ dist.destroy_process_group()
 
 @pytest.mark.tools
 def test_breakpoint(backend, free_port):
-    """Rank 0 stops in pdb and the others wait; `c` lets all go on."""
+    """Rank 0 stops in pdb and the others wait; `c` continues all of them."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     ranks = [
         subprocess.Popen(

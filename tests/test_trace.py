@@ -1,4 +1,4 @@
-"""`mycoll trace`: which rank is missing or differs; from traces of real failures."""
+"""`mycoll trace`: finds the rank that is missing or differs, from traces of real failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from worlds import warm
 from worlds.worker import Ctx
 
-SHORT = 1.5  # seconds; the group's timeout, once all ranks are there
+SHORT = 1.5  # seconds; the group's timeout after init
 
 
 def failing(ctx: Ctx, how: str, late: int) -> None:
@@ -32,7 +32,7 @@ def failing(ctx: Ctx, how: str, late: int) -> None:
     if ctx.rank < 2:
         dist.all_reduce(torch.ones(3), group=pair)
     dist.barrier()
-    time.sleep(0.3)  # a failure may overtake the end of what came before
+    time.sleep(0.3)  # a failure may precede the end of earlier operations on other ranks
     if how in ("missing", "message"):
         distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
     try:
@@ -88,8 +88,8 @@ def test_mismatch(failed, transport) -> None:
     assert {each.kind for each in others} == {"failed"}
 
 
-def test_who_comes_late_is_in_it(failed, transport) -> None:
-    """Although its process heard of the failure before, and wrote what there was."""
+def test_a_late_call_is_included(failed, transport) -> None:
+    """The process was notified of the failure, and wrote a trace, before its late call."""
     first, *_ = trace.analyse(failed("mismatch", transport, late=2))
     assert (first.kind, first.sequence, first.ranks) == ("differs", 21, [1])
     assert "rank 0, 2: all_reduce SUM float32 numel=7, at test_trace.py:" in first.text
@@ -131,7 +131,7 @@ def healthy(ctx: Ctx, folder: str) -> None:
     mycoll.dump_trace(f"{folder}/earlier_{ctx.rank}")
 
 
-def test_nothing_amiss(fresh, tmp_path) -> None:
+def test_no_differences(fresh, tmp_path) -> None:
     fresh(2, "shm").run(healthy, str(tmp_path))
     assert list(trace.analyse(black_box.load_all([tmp_path])[0])) == []
 
@@ -174,7 +174,7 @@ def test_bad_options(tmp_path, capsys) -> None:
 
 
 def test_a_trace_is_data(tmp_path, capsys) -> None:
-    """Nothing in a file is ever run."""
+    """Loading a trace does not execute code."""
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -187,7 +187,7 @@ def test_a_trace_is_data(tmp_path, capsys) -> None:
     assert trace.main([str(tmp_path / "nowhere_1")]) == 2
 
 
-def test_files_that_are_no_traces(fresh, tmp_path) -> None:
+def test_files_that_are_not_traces(fresh, tmp_path) -> None:
     fresh(2, "shm").run(healthy, str(tmp_path))
     good = (tmp_path / "earlier_0").read_bytes()
     assert black_box.load(tmp_path / "earlier_0").rank == 0
@@ -202,8 +202,8 @@ def test_files_that_are_no_traces(fresh, tmp_path) -> None:
         assert "is not a trace" in problem
 
 
-def test_what_else_lies_in_the_folder(fresh, failed, tmp_path, capsys) -> None:
-    """It does not hide the traces; those of an earlier job are shown apart."""
+def test_other_files_in_the_folder(fresh, failed, tmp_path, capsys) -> None:
+    """Other files are ignored; traces of an earlier job are shown separately."""
     fresh(2, "shm").run(healthy, str(tmp_path))
     failed("missing", "shm")
     (tmp_path / "rank_7").touch()
@@ -220,7 +220,7 @@ def test_what_else_lies_in_the_folder(fresh, failed, tmp_path, capsys) -> None:
 
 
 def test_a_folder_without_traces(tmp_path, capsys) -> None:
-    """One sentence, whatever lies there."""
+    """The error is one sentence, whatever files exist."""
     for number in range(3):
         (tmp_path / f"rank_{number}").write_bytes(b"something else")
     assert trace.main([str(tmp_path)]) == 2
@@ -254,7 +254,7 @@ def exported(processes: list[Process], path: Path) -> list[dict[str, Any]]:
 
 
 def test_export_of_groups_with_one_description(tmp_path) -> None:
-    """As the submeshes of a device mesh have."""
+    """Submeshes of a device mesh have one description."""
     processes = [
         member(rank, "ab"[rank // 2], [rank // 2 * 2, rank // 2 * 2 + 1]) for rank in range(4)
     ]
@@ -269,7 +269,7 @@ def test_export_of_groups_with_one_description(tmp_path) -> None:
     }
 
 
-def test_calls_that_overlap_are_in_rows_of_their_own(tmp_path) -> None:
+def test_calls_that_overlap_are_in_separate_rows(tmp_path) -> None:
     process = member(0, "a", [0, 1])
     process.groups[0].operations = [
         Operation("all_reduce", 0, "done", 10.0, 10.0, 12.0),

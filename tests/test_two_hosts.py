@@ -1,4 +1,4 @@
-"""Two hosts for real: two network namespaces joined by a veth pair, two ranks in each."""
+"""Two simulated hosts: network namespaces connected by a veth pair, with two ranks in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worlds.smoke import smoke
 from worlds.worker import Ctx
 
 SUITE_TIMEOUT = timedelta(seconds=40)
-PORT = 29_731  # nobody else is in these namespaces
+PORT = 29_731  # no other process uses these namespaces
 ADDRESSES = {"ipv4": ("10.213.0.1", "10.213.0.2"), "ipv6": ("fd21:3::1", "fd21:3::2")}
 
 
@@ -97,7 +97,7 @@ def on_two_hosts(ctx: Ctx, names: tuple[str, str], family: str, interface: str) 
 def test_two_hosts(fresh, backend, hosts, family, interface):
     inside = fresh(4, init=False).run(on_two_hosts, hosts, family, interface)
     if backend == "mycoll":
-        assert max(inside) == 0, "ranks of one host talk over TCP, not over shared memory"
+        assert max(inside) == 0, "ranks of one host use TCP, not shared memory"
 
 
 @pytest.mark.parametrize("transport_between", ["tcp"])
@@ -151,7 +151,7 @@ def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["shared", "ordinary"])
 def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
-    """What is shared is mapped inside a host; all else travels by messages."""
+    """Shared tensors are mapped inside a host; everything else is sent by messages."""
     for rank, access in enumerate(fresh(4, init=False).run(with_windows, hosts, kind)):
         near = (2 * (rank // 2), 2 * (rank // 2) + 1) if kind == "shared" else (rank,)
         assert access == ["UNIFIED" if other in near else "SEPARATE" for other in range(4)]
@@ -164,7 +164,7 @@ def encryption(folder: Path, is_on: bool) -> dict[str, str]:
 
 
 def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:
-    here = ctx.store("before the kill")  # the connection stays, whatever host this thread enters
+    here = ctx.store("before the kill")  # its connection works after this thread enters a host
     enter(names[ctx.rank // 3])
     url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
     dist.init_process_group(
@@ -175,11 +175,11 @@ def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) ->
         dist.all_reduce(x)
     kill_one(ctx, victim, here=here)
 
-    def go_on() -> None:
+    def repeat() -> None:
         while True:
             dist.all_reduce(x)
 
-    return attempt(go_on)
+    return attempt(repeat)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -188,7 +188,7 @@ def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) ->
 def test_a_rank_dies_on_one_of_two_hosts(
     fresh, mycoll_only, hosts, tmp_path, victim, numel, encrypt
 ):
-    """Ranks of its host wait for it in shared memory, the others for messages. All hear of it."""
+    """Ranks of its host wait for it in shared memory, the others for messages. All detect it."""
     world = fresh(6, init=False, env=encryption(tmp_path, encrypt))
     world.start(dies_on_a_host, hosts, victim, numel)
     for seen in answers(world, (victim,)).values():
@@ -234,7 +234,7 @@ def has_another_secret(ctx: Ctx, names: tuple[str, str], odd: int, paths: list[s
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_another_secret_on_one_of_two_hosts(fresh, mycoll_only, hosts, tmp_path, odd):
-    """With encryption. All ranks report it, those of both hosts."""
+    """With encryption, all ranks of both hosts report it."""
     paths = [tmp_path / "right", tmp_path / "wrong"]
     for path in paths:
         path.write_text(path.name * 8)
@@ -279,7 +279,7 @@ def test_a_capture_shows_a_tensor_only_without_encryption(
     found = [seen.count(each) for each in pieces]
     if encrypt:
         assert not any(found), found
-    else:  # but where a packet ends
+    else:  # some are split between packets
         assert min(found) > 0.9 * (1 << 20) / len(PATTERN), found
 
 
@@ -293,10 +293,10 @@ def test_tensors_of_a_device_are_encrypted_between_hosts(
         world.run(sends_a_pattern, hosts)
     finally:
         seen = capture.end()
-    assert len(seen) > 2 << 20  # of the broadcast and of the message
+    assert len(seen) > 2 << 20  # the broadcast and the message
     assert not any(seen.count((PATTERN * 2)[i : i + 8]) for i in range(len(PATTERN)))
     warned = [member.log_tail().count("NCCL does not encrypt") for member in world.members]
-    assert warned == [1, 0], "one warning says so"
+    assert warned == [1, 0], "one warning"
 
 
 def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
@@ -316,7 +316,7 @@ def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
 
 
 def test_shm_between_hosts_is_refused(fresh, backend, hosts):
-    """MYCOLL_TRANSPORT=shm where there is no shared memory: an error, not a hang or tcp."""
+    """MYCOLL_TRANSPORT=shm without shared memory is an error, not a hang, and TCP is not used."""
     for text in fresh(2, "shm", init=False).run(no_shared_memory, hosts):
         assert "shm" in text or "shared memory" in text, text
 
@@ -325,9 +325,9 @@ def test_shm_between_hosts_is_refused(fresh, backend, hosts):
 def cut_off(
     hosts: tuple[str, str], **options: Any
 ) -> Iterator[tuple[ElasticCrew, list[int], dict[str, str]]]:
-    """Yields an elastic group that continued with three ranks on one host when the network failed,
-    the two ranks of the other host that could not, and the environment of that host. The network
-    is back."""
+    """Interrupts the network of an elastic group. Yields the group, which continued with three
+    ranks on one host, the two ranks of the other host that failed, and the environment of that
+    host."""
     crew = ElasticCrew(min_ranks=1, timeout=SUITE_TIMEOUT, **options)
     common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
     env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
@@ -350,23 +350,23 @@ def cut_off(
         ip("-n", hosts[0], "link", "set", "veth0", "up")
 
 
-def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
-    """The network between the hosts fails. When it is back, new processes join."""
+def test_an_elastic_group_continues_on_the_host_with_most_ranks(mycoll_only, hosts):
+    """The network between the hosts fails. When it works again, new processes join."""
     with cut_off(hosts, recovery=8.0) as (crew, others, env):
         crew.kill(others)
         crew.enlist(2, through=[1], **env)
         crew.settle()
 
 
-def test_ranks_that_were_cut_off_come_back_by_themselves(mycoll_only, hosts):
-    """The network between the hosts fails for longer than a recover() lasts. When it is back, the
-    next recover() finds the others."""
+def test_ranks_that_were_cut_off_rejoin(mycoll_only, hosts):
+    """The network between the hosts fails for longer than a recover() lasts. When it works again,
+    the next recover() finds the others."""
     with cut_off(hosts, recovery=4.0, persists=True) as (crew, _, _):
         crew.settle()
 
 
-def admits_when_told(pipe: Connection) -> None:
-    """Replies with the size of its group, and how many newcomers it waits for."""
+def admits_on_command(pipe: Connection) -> None:
+    """Replies with the size of its group, and the number of processes that wait to join."""
     enter(os.environ["NETWORK_NAMESPACE"])
     members = mycoll.ElasticGroup(timeout=SUITE_TIMEOUT)
     pipe.send(members.handle)
@@ -376,9 +376,9 @@ def admits_when_told(pipe: Connection) -> None:
         pipe.send((members.size, len(members._newcomers)))
 
 
-def joins_when_told(pipe: Connection) -> None:
+def joins_on_command(pipe: Connection) -> None:
     enter(os.environ["NETWORK_NAMESPACE"])
-    other_use = mycoll.Endpoint(name="other")  # of this process's connections
+    other_use = mycoll.Endpoint(name="other")  # also uses this process's connections
     assert other_use.handle
     while True:
         handle, tries = pipe.recv()
@@ -395,8 +395,8 @@ def joins_when_told(pipe: Connection) -> None:
         pipe.send(result)
 
 
-def test_a_newcomer_that_was_cut_off_may_join_later(mycoll_only, hosts):
-    """It is lost while it waits to be admitted. The group does not change in between."""
+def test_a_process_that_was_cut_off_may_join_later(mycoll_only, hosts):
+    """It is lost while it waits to be admitted. The group does not change meanwhile."""
     common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
 
     def admit() -> tuple[int, int]:
@@ -412,16 +412,16 @@ def test_a_newcomer_that_was_cut_off_may_join_later(mycoll_only, hosts):
 
     try:
         with Crew() as crew:
-            member = crew.start(admits_when_told, NETWORK_NAMESPACE=hosts[0], **common)
-            guest = crew.start(joins_when_told, NETWORK_NAMESPACE=hosts[1], **common)
+            member = crew.start(admits_on_command, NETWORK_NAMESPACE=hosts[0], **common)
+            guest = crew.start(joins_on_command, NETWORK_NAMESPACE=hosts[1], **common)
             handle = crew.receive(member)
             crew.send(guest, (handle, 1))
             assert "at least 2" in crew.receive(guest)
             ip("-n", hosts[0], "link", "set", "veth0", "down")
-            assert admit() == (1, 1)  # it was called in vain
+            assert admit() == (1, 1)  # the process could not be reached
             admit_until((1, 0))
             ip("-n", hosts[0], "link", "set", "veth0", "up")
-            # Not always at once: it may take the connection for alive that the other has given up.
+            # This may need several tries, because one side may still use the old connection.
             crew.send(guest, (handle, 20))
             admit_until((2, 0))
             assert crew.receive(guest) == 2
@@ -429,8 +429,8 @@ def test_a_newcomer_that_was_cut_off_may_join_later(mycoll_only, hosts):
         ip("-n", hosts[0], "link", "set", "veth0", "up")
 
 
-def forms_as_told(pipe: Connection) -> None:
-    """A process with an endpoint: forms the groups that it is told, and sums in each."""
+def forms_on_command(pipe: Connection) -> None:
+    """A process with an endpoint: forms the groups that it receives, and sums in each."""
     enter(os.environ["NETWORK_NAMESPACE"])
     torch.set_num_threads(1)
     endpoint = mycoll.Endpoint(timeout=SUITE_TIMEOUT)
@@ -449,18 +449,18 @@ def forms_as_told(pipe: Connection) -> None:
 
 
 def test_the_network_fails_while_a_group_is_formed(mycoll_only, hosts):
-    """Forming fails on all ranks, by the deadline. It succeeds again when the network is back: not
-    always at once, as one side may take a connection for alive that the other has given up."""
+    """Forming fails on all ranks, by the deadline. It succeeds when the network works again, maybe
+    after several tries, because one side may still use the old connection."""
     common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
     with Crew() as crew:
         members = [
-            crew.start(forms_as_told, NETWORK_NAMESPACE=name, **common)
+            crew.start(forms_on_command, NETWORK_NAMESPACE=name, **common)
             for name in hosts
             for _ in range(2)
         ]
         handles = [crew.receive(each) for each in members]
 
-        def tell(some: list[int], number: int) -> None:
+        def order(some: list[int], number: int) -> None:
             for each in some:
                 crew.send(each, (number, handles))
 
@@ -469,21 +469,21 @@ def test_the_network_fails_while_a_group_is_formed(mycoll_only, hosts):
             assert all(seconds < 10 for _, seconds in found), found
             return [result for result, _ in found]
 
-        tell(members, 1)
+        order(members, 1)
         assert results() == [4.0] * 4
         try:
-            for number, early in ((2, 2), (3, 0)):  # so many have begun before it fails
-                tell(members[:early], number)
+            for number, early in ((2, 2), (3, 0)):  # early: the ranks that start before the failure
+                order(members[:early], number)
                 time.sleep(0.2)
                 ip("-n", hosts[0], "link", "set", "veth0", "down")
-                tell(members[early:], number)
+                order(members[early:], number)
                 for result in results():
                     assert isinstance(result, str), result
                     assert re.search(r"rank \d|missing: \d", result), result
                 ip("-n", hosts[0], "link", "set", "veth0", "up")
                 end = time.monotonic() + 20
                 for again in range(10 * number, 10 * number + 10):
-                    tell(members, again)
+                    order(members, again)
                     if (found := results()) == [4.0] * 4:
                         break
                     assert time.monotonic() < end, found
@@ -502,7 +502,7 @@ def rail_address(host: int, rail: int) -> str:
 
 @pytest.fixture
 def rails() -> Iterator[tuple[str, ...]]:
-    """Two hosts joined by two networks."""
+    """Two hosts that are connected by two networks."""
     with namespaces("ra", "rb") as names:
         for rail, link in enumerate(RAILS):
             join(names, link)
@@ -531,7 +531,7 @@ def wait_for(happened: Callable[[], bool]) -> None:
 def over_rails(
     ctx: Ctx, names: tuple[str, str], folder: str, broken: int | None
 ) -> tuple[list[int], str]:
-    """What each interface has sent in a large all_reduce, and the log."""
+    """The number of bytes that each interface has sent in a large all_reduce, and the log."""
     host = ctx.rank
     enter(names[host])
     log = Path(folder) / f"log{host}"
@@ -539,7 +539,7 @@ def over_rails(
     os.environ["MYCOLL_LOG"] = "warn"
     os.environ["MYCOLL_SOCKET_IFNAME"] = "=rail0,rail1"
     if broken is not None and host == 1:
-        # The interface has its address, and does not answer when rank 0 asks who has it.
+        # The interface has its address, and does not answer ARP requests of rank 0.
         ip("-n", names[1], "link", "set", RAILS[broken], "arp", "off")
     dist.init_process_group(
         ctx.backend,
@@ -549,21 +549,21 @@ def over_rails(
         timeout=SUITE_TIMEOUT,
     )
     start = [sent_by(link) for link in RAILS]
-    for _ in range(100):  # the first one connects, and further sockets join later
+    for _ in range(100):  # the first one connects, and further sockets are added later
         dist.all_reduce(torch.ones(1_000_000))
         used = [sent_by(link) - at > 200_000 for link, at in zip(RAILS, start, strict=True)]
         have_joined = torch.tensor(all(used) or (broken is not None and any(used)))
         dist.all_reduce(have_joined, op=dist.ReduceOp.BAND)
         if have_joined:
             break
-    if broken is not None:  # the kernel asks three times for the address that does not answer
+    if broken is not None:  # the kernel repeats its ARP request three times
         wait_for(lambda: any(LEFT_OUT in each.read_text() for each in Path(folder).glob("log*")))
         dist.barrier()
     before = [sent_by(link) for link in RAILS]
     x = torch.full((4_000_000,), float(ctx.rank + 1))
     dist.all_reduce(x)
     ctx.equal(float(x.sum()), 3.0 * x.numel())
-    dist.barrier()  # until then, some of it may be in the kernel's buffers
+    dist.barrier()  # before it, some of the data may be in the kernel's buffers
     sent = [sent_by(link) - at for link, at in zip(RAILS, before, strict=True)]
     dist.destroy_process_group()
     return sent, log.read_text() if log.exists() else ""
@@ -585,7 +585,8 @@ def test_an_interface_that_does_not_work_is_left_out(fresh, mycoll_only, rails, 
 
 @pytest.mark.tools
 def test_the_benchmark_of_hosts(hosts, mycoll_only):
-    """Hosts of one and two ranks: a table with the bytes on the wire, and nothing left behind."""
+    """Hosts of one and two ranks: prints a table with the bytes sent, and removes the
+    namespaces."""
     program = Path(__file__).parents[1] / "benchmarks" / "hosts.py"
     words = ["--ranks=1,2", "--sizes=1M", "--operations=all_gather,broadcast,barrier", "--rounds=3"]
     command = [sys.executable, str(program), *words]

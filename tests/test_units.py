@@ -1,4 +1,4 @@
-"""Numbers on the command line, and commands that only explain themselves."""
+"""Numbers on the command line, and --help."""
 
 from __future__ import annotations
 

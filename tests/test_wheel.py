@@ -1,5 +1,5 @@
-"""The wheel that `./dev wheel` has made for this Python: its names, what it needs, and that it
-works in a process without a compiler. `./dev wheel --try` does more: each torch in turn."""
+"""The wheel that `./dev wheel` has made for this Python: its files, its requirements, and that it
+works in a process without a compiler. `./dev wheel --try` also tests it with each torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_holds_a_module_for_each_minor(wheel: Path, site: Path) -> None:
+def test_modules_for_each_minor(wheel: Path, site: Path) -> None:
     machine = wheel.stem.split("_", 3)[-1]
     suffix = sysconfig.get_config_var("EXT_SUFFIX").replace(platform.machine(), machine)
     binaries = {str(path.relative_to(site)) for path in site.rglob("*.so*")}
@@ -53,20 +53,20 @@ def test_it_holds_a_module_for_each_minor(wheel: Path, site: Path) -> None:
         assert (site / "mycoll" / name).exists()
 
 
-def test_it_runs_where_torch_does(wheel: Path, site: Path) -> None:
-    """Its name says glibc 2.28 or older, and no module asks for more."""
+def test_glibc(wheel: Path, site: Path) -> None:
+    """The wheel's tag is for glibc 2.28 or older, and no module needs a newer one."""
     system = re.search(r"manylinux_2_(\d+)_", wheel.name)
     assert system and int(system[1]) <= 28, wheel.name
     for module in site.rglob("*.so"):
         needs = subprocess.run(["readelf", "-V", module], capture_output=True, text=True).stdout
         glibc = {int(minor) for minor in re.findall(r"Name: GLIBC_2\.(\d+)", needs)}
         libstdcxx = {int(patch) for patch in re.findall(r"Name: GLIBCXX_3\.4\.(\d+)", needs)}
-        # Those of Red Hat 8, from whose compiler torch's own tag comes.
+        # The versions of Red Hat 8, whose compiler builds torch's wheels.
         assert glibc and max(glibc) <= 28, (module, glibc)
         assert libstdcxx and max(libstdcxx) <= 25, (module, libstdcxx)
 
 
-def test_it_works(wheel: Path, site: Path, tmp_path: Path) -> None:
+def test_groups_work(wheel: Path, site: Path, tmp_path: Path) -> None:
     if not wheel.stem.endswith(platform.machine()):
         pytest.skip("./dev arm --wheel tries it")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYCOLL"))}

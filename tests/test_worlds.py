@@ -1,4 +1,4 @@
-"""The harness itself: what a test sees when ranks fail, crash or hang."""
+"""The harness: its reports when ranks fail, crash or hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.transports("shm")
 
 def one_raises(ctx: Ctx) -> None:
     if ctx.rank == 1:
-        raise ValueError("told to")
+        raise ValueError("planted")
     dist.barrier()
 
 
@@ -33,7 +33,7 @@ def one_dies(ctx: Ctx) -> None:
 
 def one_hangs(ctx: Ctx) -> None:
     if ctx.rank == 1:
-        with ctx.case("the stuck one"):
+        with ctx.case("the stuck case"):
             time.sleep(1000)
 
 
@@ -50,9 +50,9 @@ def works(ctx: Ctx) -> int:
 @pytest.mark.parametrize(
     ("job", "texts"),
     [
-        (one_raises, ("rank 1: ", "ValueError: told to", "one_raises")),
+        (one_raises, ("rank 1: ", "ValueError: planted", "one_raises")),
         (one_dies, ("rank 1: ", "SIGKILL")),
-        (one_hangs, ("rank 1: no answer", "in case: the stuck one", "one_hangs")),
+        (one_hangs, ("rank 1: no answer", "in case: the stuck case", "one_hangs")),
         (cases_fail, ("rank 0,1: 2 cases failed", "case 0: 1 of 2", "first at 1: 0.0, want 1.0")),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
@@ -64,11 +64,11 @@ def test_failures_are_reported(pool, transport, job, texts):
         world.run(job, deadline=3)
     for text in texts:
         assert text in str(caught.value)
-    assert pool.get(spec).run(works) == [0, 1], "the world is there again"
+    assert pool.get(spec).run(works) == [0, 1], "the world was made anew"
 
 
 def test_reference_against_python():
-    """The reference arithmetic itself, on numbers that Python can compute."""
+    """Compares the reference arithmetic with Python's."""
     for dtype in arith.INTEGERS:
         bits = torch.iinfo(dtype).bits
         signed = dtype in arith.SIGNED
@@ -108,7 +108,7 @@ def is_warm(ctx: Ctx) -> bool:
 
 
 def test_servers_are_warm(pool, transport):
-    """Where one forgets an import it costs every rank a second, and nobody would notice."""
+    """A missing import would cost each rank a second, without any other effect."""
     assert all(pool.get(pool.spec(2, transport)).run(is_warm))
     text = "import gc; print(gc.get_freeze_count() > 0)"
     assert warm.start(text).communicate(timeout=60)[0] == "True\n"

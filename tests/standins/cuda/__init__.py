@@ -26,15 +26,7 @@ def preload() -> str:
 
 def is_here() -> bool:
     """Whether this process runs on the stand-in."""
-    return hasattr(ctypes.CDLL(None), "mycoll_standin_contexts")
-
-
-def contexts() -> list[int]:
-    """The devices on which this process has a context: half a gigabyte each, on a real GPU."""
-    bits = ctypes.CDLL(None).mycoll_standin_contexts
-    bits.restype = ctypes.c_uint64
-    found = bits()
-    return [device for device in range(64) if found >> device & 1]
+    return hasattr(ctypes.CDLL(None), "mycoll_standin_cuda")
 
 
 def load() -> None:

@@ -1,6 +1,6 @@
 // libmycoll_standin_cuda.so: a CUDA runtime for a torch that is built with CUDA 13, on a machine
-// without a GPU. When it is preloaded, its functions replace libcudart's; functions that it does not
-// have (device code, libraries) remain NVIDIA's and are never reached. Torch's own streams,
+// without a GPU. When it is preloaded, its functions replace libcudart's; functions that it does
+// not have (device code, libraries) remain NVIDIA's and are never reached. Torch's own streams,
 // allocator, graphs and nccl backend then run on the stand-in device. It has no kernels: torch's
 // operators come from kernels.cpp in this folder, and launching a kernel is an error that names it.
 //
@@ -446,9 +446,9 @@ API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsign
   return kSuccess;
 }
 
-// For tests.
-extern "C" STANDIN_API uint64_t mycoll_standin_contexts() {
-  return mycoll_standin_device_contexts();
+// Programs recognize the library by this symbol.
+extern "C" {
+STANDIN_API extern const int mycoll_standin_cuda = kVersion;
 }
 
 // --- kernels

@@ -113,8 +113,9 @@ STANDIN_API void mycoll_standin_verify(void);
 // --- graphs
 
 // From begin to end, work for the stream is recorded. A stream that waits for an event of a capture
-// joins it; it must be joined back (by an event) before the end. A query of such an event, or a wait
-// for it on the host, invalidates the capture.
+// joins it; it must be joined back (by an event) before the end. A query of such an event, or a
+// wait for it on the host, invalidates the capture.
+//
 // mode: cudaStreamCaptureMode, see mycoll_standin_set_strict_capture.
 STANDIN_API const char* mycoll_standin_capture_begin(void* stream, int mode);
 STANDIN_API int mycoll_standin_is_capturing(void* stream);

@@ -1,6 +1,7 @@
 // The functions of ../device that this stand-in needs. They are found in the process at first use,
-// because the two libraries are loaded separately and in any order. Aborts the process if the device
-// is not loaded.
+// because the two libraries are loaded separately and in any order. Aborts the process if the
+// device is not loaded.
+//
 // Thread contract: [any thread].
 #pragma once
 

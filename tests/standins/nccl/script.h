@@ -32,7 +32,7 @@ struct Script {
 
 Script script();
 
-// Blocks while the script requests it and isEnough() (usually: the communicator is aborted) is false.
+// Blocks while the script requests it, until isEnough() (usually: the communicator is aborted).
 template <typename Predicate>
 void hangWhile(const char* what, int rank, Predicate isEnough);
 void nap();

@@ -1,6 +1,6 @@
-// The memory that the ranks of one communicator share: a bulletin for each rank, and a ring of bytes
-// for each ordered pair. It is found through a unique id, which names a memfd of the process that
-// made it. It has no name in a file system, so nothing remains when processes are killed.
+// The memory that the ranks of one communicator share: a bulletin for each rank, and a ring of
+// bytes for each ordered pair. It is found through a unique id, which names a memfd of the process
+// that made it. It has no name in a file system, so nothing remains when processes are killed.
 //
 // Thread contract: attach() and the bulletin are for one thread of a rank at a time, each ring for
 // one writer and one reader.

@@ -1,7 +1,8 @@
 // A simulated NCCL, libnccl.so.2, for machines without a GPU. It moves data between processes and
 // between threads of one, through memory that they share, in the order of streams of ../device. It
-// checks what NCCL checks, and some misuse that NCCL does not detect; and a script can make it fail.
-// It shows that mycoll uses NCCL correctly. It shows nothing about NCCL itself or about speed.
+// checks what NCCL checks, and some misuse that NCCL does not detect; and a script can make it
+// fail. It shows that mycoll uses NCCL correctly. It shows nothing about NCCL itself or about
+// speed.
 //
 // The script, from the variable STANDIN_NCCL or mycoll_standin_nccl_script(), is a list of
 // key=value separated by commas. Each call reads it again.
@@ -34,10 +35,10 @@
 //                        1 MiB, above) does not wait in its caller for all ranks, as NCCL's do
 //   peer_death=hang      the death of a peer's process is not detected; by default it is an error
 //
-// Thread contract: [any thread], except that two threads must not enqueue on one communicator at the
-// same time: that aborts the process with a message. So does a communicator that is used after its
-// end, that is freed while a thread is inside NCCL with it, or that is split while operations are
-// outstanding.
+// Thread contract: [any thread], except that two threads must not enqueue on one communicator at
+// the same time: that aborts the process with a message. So does a communicator that is used after
+// its end, that is freed while a thread is inside NCCL with it, or that is split while operations
+// are outstanding.
 #pragma once
 
 #include <stdint.h>

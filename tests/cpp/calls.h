@@ -1,4 +1,4 @@
-// Calls whose data is known: int32 elements that tell their rank and place.
+// Calls whose data is known: int32 elements that depend on their rank and place.
 #pragma once
 
 #include <span>
@@ -53,6 +53,8 @@ inline Status run(Communicator& group, Call call, bool isAsync = false) {
   OpPtr op = group.submit(std::move(call), nullptr, !isAsync);
   return group.wait(op, Deadline::never());
 }
+
+inline Status barrier(Communicator& group) { return run(group, call(OpKind::kBarrier)); }
 
 inline void expectSums(const std::vector<int32_t>& values, int ranks, size_t from = 0) {
   for (size_t i = 0; i < values.size(); ++i) {

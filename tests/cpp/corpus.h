@@ -1,8 +1,9 @@
-// Inputs of the fuzz tests: kept ones, which are files in corpus/ and always run first, and seeds.
+// Inputs of the fuzz tests: the files in corpus/, which always run first, and inputs that are
+// generated from seeds.
 //
-//   FUZZ_SEEDS=100000 x_test    many seeds
-//   FUZZ_SEED=1234 x_test       one of them again, and nothing else
-//   FUZZ_KEEP=FOLDER x_test     writes the input of each seed that fails there, fit for corpus/
+//   FUZZ_SEEDS=100000 x_test    runs many seeds
+//   FUZZ_SEED=1234 x_test       runs one seed and nothing else
+//   FUZZ_KEEP=FOLDER x_test     writes each input that fails to FOLDER, in the format of corpus/
 #pragma once
 
 #include <algorithm>
@@ -36,13 +37,11 @@ inline std::vector<Input> keptInputs(const char* folder) {
   return found;
 }
 
-// Runs `body` with each kept input, and with what `make` makes of so many seeds. Returns how many.
+// Runs `body` with each kept input, and with the inputs that `make` generates from `few` seeds.
+// Returns the number of inputs.
 inline unsigned forInputs(const char* folder, unsigned few,
                           const std::function<std::string(std::mt19937& random)>& make,
                           const std::function<void(const Input& input)>& body) {
-  auto number = [](const char* text) {
-    return static_cast<unsigned>(std::strtoul(text, nullptr, 10));
-  };
   auto run = [&](const Input& input) {
     const int before = failureCount();
     body(input);
@@ -56,15 +55,14 @@ inline unsigned forInputs(const char* folder, unsigned few,
     std::mt19937 random(seed);
     run({"seed-" + std::to_string(seed), make(random)});
   };
-  if (const char* one = std::getenv("FUZZ_SEED")) {
-    runSeed(number(one));
+  if (std::getenv("FUZZ_SEED")) {
+    runSeed(static_cast<unsigned>(numberFrom("FUZZ_SEED", 0)));
     return 1;
   }
   const std::vector<Input> kept = keptInputs(folder);
   ASSERT(!kept.empty());
   for (const Input& input : kept) run(input);
-  const char* many = std::getenv("FUZZ_SEEDS");
-  const unsigned seeds = many ? number(many) : few;
+  const auto seeds = static_cast<unsigned>(numberFrom("FUZZ_SEEDS", static_cast<int>(few)));
   for (unsigned seed = 0; seed < seeds; ++seed) runSeed(1000 + seed);
   return static_cast<unsigned>(kept.size()) + seeds;
 }

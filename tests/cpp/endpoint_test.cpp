@@ -1,8 +1,9 @@
-// Groups of processes that know each other's handles: they grow and shrink, lose ranks, and fail to
-// come about.
+// Groups of processes that know each other's handles: they grow, shrink and lose ranks, and their
+// formation fails.
 #include "engine/endpoint.h"
 
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,18 +31,15 @@ namespace {
 
 using test::Threads;
 
-// A process. It ends when it is destroyed.
+// A process, whose destructor ends it.
 struct Process {
   explicit Process(const std::string& host = "") {
     MeshOptions mesh;
-    mesh.storeHost = "127.0.0.1";
     mesh.host = host;
-    std::shared_ptr<Engine> engine;
-    ASSERT_OK(Engine::create(mesh, &engine));
     GroupOptions options;
     options.name = "elastic";
     options.timeout = milliseconds(30'000);
-    ASSERT_OK(Endpoint::make(options, engine, &endpoint));
+    ASSERT_OK(Endpoint::make(options, test::makeEngine(mesh), &endpoint));
   }
 
   Status form(int64_t number, const std::vector<std::string>& handles, int timeoutMs = 20'000) {
@@ -52,7 +50,7 @@ struct Process {
   }
 
   std::unique_ptr<Endpoint> endpoint;
-  std::shared_ptr<Communicator> group;  // the latest
+  std::shared_ptr<Communicator> group;  // the latest one
 };
 using Processes = std::vector<std::unique_ptr<Process>>;
 
@@ -70,7 +68,7 @@ std::vector<std::string> handlesOf(const Processes& all, const std::vector<int>&
   return handles;
 }
 
-// What each member's call returns.
+// Forms a group. Returns the result of each member.
 std::vector<Status> formAll(Processes& all, const std::vector<int>& members, int64_t number,
                             int without = -1, int timeoutMs = 20'000) {
   const std::vector<std::string> handles = handlesOf(all, members);
@@ -99,12 +97,6 @@ void expectSums(Processes& all, const std::vector<int>& members, size_t count = 
   });
 }
 
-bool says(const Status& status, const std::string& words) {
-  const bool does = status.message().find(words) != std::string::npos;
-  if (!does) test::fail(__FILE__, __LINE__, test::show(status) + "\n  does not say: " + words);
-  return does;
-}
-
 }  // namespace
 
 TEST(Endpoint, groupsShrinkAndGrow) {
@@ -122,8 +114,8 @@ TEST(Endpoint, groupsShrinkAndGrow) {
   }
 }
 
-// In each step some processes end and others start, and some of those that live make a group.
-TEST(Endpoint, anyWalk) {
+// In each step some processes end, others start, and some of the living ones make a group.
+TEST(Endpoint, randomWalk) {
   const unsigned seeds = test::isShort() ? 2 : 6;
   for (unsigned seed = 1; seed <= seeds; ++seed) {
     std::mt19937 random(seed);
@@ -154,11 +146,11 @@ TEST(Endpoint, aWrongCallIsRefused) {
   Process& first = *all[0];
   const std::vector<std::string> handles = handlesOf(all, {0, 1});
   EXPECT_OK(first.form(7, {handles[0]}));
-  EXPECT(says(first.form(7, {handles[0]}), "7 was already used"));
-  EXPECT(says(first.form(8, {handles[1]}), "own handle is not among"));
-  EXPECT(says(first.form(8, {handles[0], handles[1], handles[1]}), "rank 1 ("));
-  EXPECT(says(first.form(8, {handles[0], "gloo:0"}), "the handle of rank 1 is not"));
-  EXPECT(says(first.form(8, {}), "own handle is not among"));
+  EXPECT_CONTAINS(first.form(7, {handles[0]}), "7 was already used");
+  EXPECT_CONTAINS(first.form(8, {handles[1]}), "own handle is not among");
+  EXPECT_CONTAINS(first.form(8, {handles[0], handles[1], handles[1]}), "rank 1 (");
+  EXPECT_CONTAINS(first.form(8, {handles[0], "gloo:0"}), "the handle of rank 1 is not");
+  EXPECT_CONTAINS(first.form(8, {}), "own handle is not among");
   expectSum(*first.group, 10);
   for (const Status& status : formAll(all, {0, 1}, 8)) EXPECT_OK(status);
 }
@@ -170,7 +162,7 @@ TEST(Endpoint, differentListsAreReported) {
     Threads(2, [&](int rank) {
       const Status status = all[rank]->form(number, handlesOf(all, rank == 0 ? first : second));
       EXPECT_EQ(status.code(), Code::kInvalidArgument);
-      EXPECT(says(status, words));
+      EXPECT_CONTAINS(status, words);
     });
   };
   expectAll(1, {0, 1, 2}, {0, 1}, "different handles");
@@ -179,7 +171,7 @@ TEST(Endpoint, differentListsAreReported) {
   for (const Status& status : formAll(all, {0, 1, 2}, 4)) EXPECT_OK(status);
 }
 
-// The group before can still be used, and the next one is made.
+// If a rank is missing, the earlier group can still be used, and another one can be made.
 TEST(Endpoint, aMissingRankIsNamed) {
   Processes all = start(4);
   for (const Status& status : formAll(all, {0, 1, 2}, 0)) EXPECT_OK(status);
@@ -188,7 +180,7 @@ TEST(Endpoint, aMissingRankIsNamed) {
     for (int rank = 0; rank < 4; ++rank) {
       if (rank == missing) continue;
       EXPECT_EQ(found[rank].code(), Code::kTimeout);
-      EXPECT(says(found[rank], "missing: " + std::to_string(missing)));
+      EXPECT_CONTAINS(found[rank], "missing: " + std::to_string(missing));
     }
     expectSums(all, {0, 1, 2});
   }
@@ -196,8 +188,8 @@ TEST(Endpoint, aMissingRankIsNamed) {
   expectSums(all, {2, 1, 0, 3});
 }
 
-// Its handle is known, but its process has ended. On hosts of their own, rank 2 is between rank 0
-// and rank 3, which is notified all the same.
+// A process has ended, and the others have its handle. On separate hosts, rank 2 is between rank 0
+// and rank 3 in the control tree, and rank 3 is notified of its death, too.
 TEST(Endpoint, aDeadRankIsNamed) {
   for (unsigned i = 0; i < 16; ++i) {
     const int dead = static_cast<int>(i % 4);
@@ -215,14 +207,14 @@ TEST(Endpoint, aDeadRankIsNamed) {
       if (rank == dead) return;
       const Status status = all[rank]->form(1, handles);
       EXPECT_EQ(status.code(), Code::kPeerLost);
-      EXPECT(says(status, "rank " + std::to_string(dead) + " ("));
+      EXPECT_CONTAINS(status, "rank " + std::to_string(dead) + " (");
     });
   }
 }
 
-// A rank ends while the others form the group. They fail, or have the group and fail there; then
-// they go on without it.
-TEST(Endpoint, aRankThatEndsMeanwhile) {
+// A rank ends while the others form the group. Their formation fails, or their first call does.
+// Then they form a group without that rank.
+TEST(Endpoint, aRankEndsDuringTheFormation) {
   std::mt19937 random(1);
   for (int64_t step = 0; step < (test::isShort() ? 4 : 16); ++step) {
     Processes all = start(4, step % 2 == 0);
@@ -230,19 +222,19 @@ TEST(Endpoint, aRankThatEndsMeanwhile) {
       for (const Status& status : formAll(all, {0, 1, 2, 3}, 0)) EXPECT_OK(status);
     }
     const int victim = static_cast<int>(random() % 4);
-    const bool isToCall = random() % 2 == 0;
+    const bool callsFirst = random() % 2 == 0;
     const auto delay = std::chrono::microseconds(random() % 3000);
     const std::vector<std::string> handles = handlesOf(all, {0, 1, 2, 3});
     Threads(4, [&](int rank) {
       if (rank == victim) {
         std::this_thread::sleep_for(delay);
-        if (isToCall) (void)all[rank]->form(1, handles, 1);
+        if (callsFirst) (void)all[rank]->form(1, handles, 1);
         all[rank].reset();
         return;
       }
       const Status status = all[rank]->form(1, handles);
       if (status.ok()) {
-        EXPECT(!test::run(*all[rank]->group, test::call(OpKind::kBarrier)).ok());
+        EXPECT(!test::barrier(*all[rank]->group).ok());
       } else {
         EXPECT(status.code() == Code::kPeerLost || status.code() == Code::kTimeout);
       }
@@ -258,7 +250,7 @@ TEST(Endpoint, aRankThatEndsMeanwhile) {
 
 namespace {
 
-// Until so many texts have arrived.
+// Receives this many texts.
 std::vector<std::string> receive(Process& process, size_t count) {
   std::vector<std::string> all;
   for (const Deadline end = Deadline::after(milliseconds(10'000));
@@ -270,12 +262,12 @@ std::vector<std::string> receive(Process& process, size_t count) {
   return all;
 }
 
-bool isNoticed(Process& process, const std::string& handle) {
-  const Deadline end = Deadline::after(milliseconds(10'000));
-  while (process.endpoint->lossOf(handle).empty() && !end.expired()) {
+// Waits until the process has detected that the owner of the handle is lost.
+bool detectsLoss(Process& process, const std::string& handle) {
+  return test::eventually([&] {
     (void)process.endpoint->receive(milliseconds(50));
-  }
-  return !process.endpoint->lossOf(handle).empty();
+    return !process.endpoint->lossOf(handle).empty();
+  });
 }
 
 }  // namespace
@@ -303,8 +295,9 @@ TEST(Endpoint, textsArriveInOrder) {
   }
 }
 
-// Whether a process that ended was in a group with this one, was only sent a text, or neither.
-TEST(Endpoint, lostProcessesAreKnown) {
+// A process detects the end of one that was in a group with it, of one that it has only sent a
+// text, and of one that it was not connected to.
+TEST(Endpoint, lostProcessesAreDetected) {
   for (const bool isOnHosts : {false, true}) {
     Processes all = start(5, isOnHosts);
     for (const Status& status : formAll(all, {0, 1, 2}, 0)) EXPECT_OK(status);
@@ -316,14 +309,14 @@ TEST(Endpoint, lostProcessesAreKnown) {
     for (const int victim : {1, 3}) {
       EXPECT_EQ(endpoint.lossOf(handles[victim]), "");
       all[victim].reset();
-      EXPECT(isNoticed(*all[0], handles[victim]));
+      EXPECT(detectsLoss(*all[0], handles[victim]));
     }
     EXPECT_EQ(endpoint.lossOf(handles[2]), "");
     EXPECT_EQ(endpoint.lossOf(handles[4]), "");
-    // It is asked for nothing that it answers until a text is sent.
+    // Its end is detected when a text is sent to it.
     all[4].reset();
     EXPECT_OK(endpoint.send(handles[4], "hello"));
-    EXPECT(isNoticed(*all[0], handles[4]));
+    EXPECT(detectsLoss(*all[0], handles[4]));
     for (const Status& status : formAll(all, {0, 2}, 1)) EXPECT_OK(status);
     expectSums(all, {0, 2});
     // Texts still arrive.
@@ -354,7 +347,7 @@ struct RankOfMany : Process {
   std::vector<std::string> handles;
 };
 
-// Returns the milliseconds from the kill until the last rank of the others has a right sum.
+// Returns the milliseconds from the kill until all other ranks have the right sum in a new group.
 double killHost(int host) {
   const test::ScopedFolder folder;
   test::FolderStore store(folder.path());
@@ -363,7 +356,7 @@ double killHost(int host) {
     Threads(kAll, [&](int rank) {
       if (!isOnHost(rank)) return;
       RankOfMany self(rank, store);
-      alarm(120);  // in case it is not killed
+      alarm(120);  // ends the process if the test does not
       pause();
     });
   });
@@ -380,7 +373,7 @@ double killHost(int host) {
       killed = std::chrono::steady_clock::now();
       kill(child, SIGKILL);
     }
-    const Status status = test::run(*self.group, test::call(OpKind::kBarrier));
+    const Status status = test::barrier(*self.group);
     EXPECT_EQ(status.code(), Code::kPeerLost);
     EXPECT(isOnHost(status.cause().rank));
     std::vector<std::string> others;
@@ -399,11 +392,10 @@ double killHost(int host) {
 
 }  // namespace
 
-// 64 ranks on 8 hosts, of which one is killed. HOSTS_KILLED: how often; benchmarks/elastic.py reads
-// the times.
+// One of 8 hosts with 64 ranks is killed. HOSTS_KILLED: how often; benchmarks/elastic.py reads the
+// times.
 TEST(Endpoint, aHostIsLost) {
-  const char* const wanted = std::getenv("HOSTS_KILLED");
-  const int events = wanted != nullptr ? std::atoi(wanted) : test::isShort() ? 1 : 2;
+  const int events = test::numberFrom("HOSTS_KILLED", test::isShort() ? 1 : 2);
   for (int event = 0; event < events && test::failureCount() == 0; ++event) {
     const int host = event % kHosts;
     printf("    host %d killed: the others continue after %.1f ms\n", host, killHost(host));

@@ -1,4 +1,4 @@
-// Counts what the ranks of a world write to their connections, by frames.
+// Counts the frames that the ranks of a world write to their connections.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "passing_sender.h"
+#include "passing_link.h"
 #include "transport/frame.h"
 
 namespace test {
 
-// Ranks share one.
+// All ranks of a world share one counter.
 class FrameCounter final : public mycoll::LinkTap {
  public:
   explicit FrameCounter(std::vector<int> hostOf) : hostOf_(std::move(hostOf)) {}
@@ -22,9 +22,9 @@ class FrameCounter final : public mycoll::LinkTap {
     int requests = 0;           // kRequestToSend
     int insideHosts = 0;        // frames of collectives between ranks of one host
     uint64_t betweenHosts = 0;  // bytes of payload
-    uint64_t messages = 0;      // of collectives, between hosts: whole ones, or their first pieces
-    int news = 0;               // of a failure, between hosts
-    int connections = 0;        // their ends, one each time that one is made
+    uint64_t messages = 0;      // of collectives between hosts; a message of several pieces is one
+    int failures = 0;           // notices of a failure between hosts
+    int connections = 0;        // both ends of each connection
   };
   Count count() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -90,7 +90,7 @@ class FrameCounter final : public mycoll::LinkTap {
                                 header.kind <= mycoll::FrameKind::kData;
     count_.requests += header.kind == mycoll::FrameKind::kRequestToSend;
     count_.insideHosts += isInside && isOfCollective;
-    count_.news += !isInside && header.kind == mycoll::FrameKind::kAbort;
+    count_.failures += !isInside && header.kind == mycoll::FrameKind::kAbort;
     if (!isInside) count_.betweenHosts += header.payloadBytes;
     count_.messages += !isInside && isOfCollective &&
                        (header.kind != mycoll::FrameKind::kData || header.offset == 0);

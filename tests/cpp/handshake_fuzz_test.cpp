@@ -1,7 +1,7 @@
-// Handshakes that are wrong in every way that a seed can think of (handshake_script.h), against an
-// mesh that accepts and one that connects. Who does not know the secret never gets a link; who
-// does gets one exactly when what was sent makes a whole, right handshake; and afterwards the
-// mesh serves its own, with no more descriptors and memory than before.
+// Invalid handshakes from seeds and files (handshake_script.h), with a mesh that accepts and with a
+// mesh that connects. A peer without the secret never gets a link. A peer with the secret gets one
+// if and only if it sends a complete and valid handshake. Afterwards the mesh still serves its
+// members, and has no more descriptors and memory than before.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -13,6 +13,7 @@
 #include "handshake_script.h"
 #include "handshake_wire.h"
 #include "listener.h"
+#include "passing_link.h"
 #include "resident.h"
 #include "transport/mailbox.h"
 #include "transport/mesh.h"
@@ -24,6 +25,7 @@ using test::bytesOf;
 using test::cutOut;
 using test::kKeepsFreedMemory;
 using test::Line;
+using test::LinkCounter;
 using test::residentMiB;
 using test::Script;
 using test::Wire;
@@ -33,16 +35,6 @@ namespace {
 constexpr uint64_t kContext = 42;
 const std::string kSecret(32, 's');
 const std::string kGuess(32, 'g');
-
-// Counts the links that a mesh has accepted.
-struct Counter final : LinkTap {
-  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
-  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
-    ++links;
-    return link;
-  }
-  int links = 0;
-};
 
 MeshOptions optionsFor(bool isUnix, bool isTls, std::shared_ptr<LinkTap> tap) {
   MeshOptions options;
@@ -63,7 +55,7 @@ GroupAddress groupOf(uint64_t context, int rank, std::vector<PeerAddress> peers)
   return group;
 }
 
-// The uid of the rank that is not there, but in whose name scripts speak.
+// The uid of a rank that does not exist, and in whose name scripts connect.
 std::string strangerUid() {
   unsigned char random[16];
   ASSERT_OK(randomBytes(random, sizeof(random)));
@@ -72,7 +64,8 @@ std::string strangerUid() {
 
 // ---- scripts that connect ----------------------------------------------------------------------
 
-// An mesh that serves: a group with a rank that is not there, and others as they come.
+// A mesh that accepts connections. It has a group with a rank that does not exist, and a group for
+// each visitor.
 struct Server {
   Server(bool isUnix, bool isTls) : isUnix(isUnix), isTls(isTls) {
     ASSERT_OK(Mesh::create(optionsFor(isUnix, isTls, counter), &mesh));
@@ -80,8 +73,8 @@ struct Server {
     join();
   }
 
-  // A stranger that has got in counts as lost when it goes. In a group that is made anew it may
-  // come again.
+  // A stranger that has got a link counts as lost when it disconnects. In a new group it may
+  // connect again.
   void join() {
     mailbox.reset();
     mailbox = listener.join(mesh, groupOf(kContext, 1, {stranger, mesh->address()}));
@@ -117,7 +110,7 @@ struct Server {
     return result;
   }
 
-  // A member comes, says a word and leaves.
+  // A member connects, sends a message and leaves.
   bool serves() {
     ++visits;
     std::shared_ptr<Mesh> visitor;
@@ -125,7 +118,7 @@ struct Server {
     ASSERT_OK(Mesh::create(optionsFor(isUnix, isTls, nullptr), &visitor));
     std::vector<PeerAddress> peers = {visitor->address(), mesh->address()};
     auto theirs = listeners[0].join(visitor, groupOf(kContext + visits, 0, peers));
-    // Its process, which is this one, is not to be watched: that would take a descriptor for good.
+    // Its process, which is this one, must not be watched, as that would keep a descriptor open.
     peers[0].pidSpace = "elsewhere";
     auto ours = listeners[1].join(mesh, groupOf(kContext + visits, 1, peers));
     Signature word;
@@ -144,7 +137,7 @@ struct Server {
   }
 
   const bool isUnix, isTls;
-  const std::shared_ptr<Counter> counter = std::make_shared<Counter>();
+  const std::shared_ptr<LinkCounter> counter = std::make_shared<LinkCounter>();
   test::Listener listener;
   std::shared_ptr<Mesh> mesh;
   PeerAddress stranger;
@@ -153,7 +146,7 @@ struct Server {
   int visits = 0;
 };
 
-// Whether the memory that went along will do.
+// Makes the memory that is sent with a proof. *isGood: whether the mesh must accept it.
 std::vector<Fd> memoryFor(const Line& line, const char cookie[32], bool* isGood) {
   std::vector<Fd> found;
   auto ring = [&](size_t bytes, bool isSealed, bool hasCookie) {
@@ -186,16 +179,16 @@ class Connector : public Wire {
 
   void play() {
     for (const Line& line : script_.lines) {
-      if (!speakNonsense(line)) speak(line);
+      if (!sendNoise(line)) send(line);
       turn();
     }
   }
 
-  // Does what was sent make a right handshake?
-  bool deserves() const {
+  // Whether the bytes that were sent are a valid handshake.
+  bool isValid() const {
     Hello hello;
     Proof proof;
-    if (!hasChallenge_ || !cutOut(said, 0, &hello) || !cutOut(said, sizeof(hello), &proof)) {
+    if (!hasChallenge_ || !cutOut(sent, 0, &hello) || !cutOut(sent, sizeof(hello), &proof)) {
       return false;
     }
     const PeerList& peers = server_.mailbox->group().peers;
@@ -217,7 +210,7 @@ class Connector : public Wire {
   }
 
  private:
-  void speak(const Line& line) {
+  void send(const Line& line) {
     std::string bytes;
     std::vector<Fd> memory;
     const std::string& secret = script_.isKnowing ? kSecret : kGuess;
@@ -226,36 +219,36 @@ class Connector : public Wire {
     } else if (line.what == "recorded-hello") {
       bytes = server_.recordedHello;
     } else if (line.what == "recorded-proof") {
-      hear();
+      readChallenge();
       bytes = server_.recordedProof;
     } else if (line.what == "proof" || line.what == "reflected") {
-      hear();
+      readChallenge();
       Hello hello;
-      if (!cutOut(said, 0, &hello)) hello = server_.hello();
+      if (!cutOut(sent, 0, &hello)) hello = server_.hello();
       Proof proof;
       EXPECT_OK(randomBytes(proof.cookie, sizeof(proof.cookie)));
       proof.mac = line.what == "reflected"
                       ? challenge_.mac
                       : connectorProof(secret, hello, challenge_.nonce, proof.cookie);
       if (script_.isUnix) {
-        // Only what comes with the proof itself is looked at.
+        // The mesh uses only memory that arrives with the proof.
         bool isGood = false;
         memory = memoryFor(line, proof.cookie, &isGood);
-        if (said.size() == sizeof(Hello)) {
+        if (sent.size() == sizeof(Hello)) {
           hasGoodMemory_ = isGood;
           std::memcpy(cookie_, proof.cookie, sizeof(cookie_));
         }
       }
       bytes = bytesOf(proof);
     } else {
-      bytes = bytesOf(Challenge{}) + bytesOf(Verdict{});  // the other side's
+      bytes = bytesOf(Challenge{}) + bytesOf(Verdict{});  // the messages of the other side
     }
     line.change(bytes);
     write(bytes, line, memory);
   }
 
-  void hear() {
-    if (!hasChallenge_ && said.size() >= sizeof(Hello)) {
+  void readChallenge() {
+    if (!hasChallenge_ && sent.size() >= sizeof(Hello)) {
       hasChallenge_ = read(&challenge_, sizeof(challenge_));
     }
   }
@@ -274,13 +267,13 @@ void record(Server& server) {
   script.isTls = server.isTls;
   Connector connector(server, script);
   connector.play();
-  ASSERT(connector.deserves());
+  ASSERT(connector.isValid());
   ASSERT(connector.turnUntil([&] { return server.counter->links == 1; }));
   ASSERT(connector.wasAccepted());
   connector.hangUp();
   server.forgetStranger();
-  server.recordedHello = connector.said.substr(0, sizeof(Hello));
-  server.recordedProof = connector.said.substr(sizeof(Hello));
+  server.recordedHello = connector.sent.substr(0, sizeof(Hello));
+  server.recordedProof = connector.sent.substr(sizeof(Hello));
 }
 
 // ---- scripts that are connected to -------------------------------------------------------------
@@ -288,7 +281,7 @@ void record(Server& server) {
 class AcceptingSide {
  public:
   void play(const Script& script) {
-    const auto counter = std::make_shared<Counter>();
+    const auto counter = std::make_shared<LinkCounter>();
     test::Listener listener;
     PeerAddress stranger;
     stranger.uid = strangerUid();
@@ -318,7 +311,7 @@ class AcceptingSide {
     Hello hello;
     ASSERT(wire.read(&hello, sizeof(hello)));
     for (const Line& line : script.lines) {
-      if (wire.speakNonsense(line)) continue;
+      if (wire.sendNoise(line)) continue;
       std::string bytes;
       if (line.what == "challenge") {
         Challenge challenge;
@@ -328,7 +321,7 @@ class AcceptingSide {
       } else if (line.what == "verdict") {
         bytes = bytesOf(Verdict{Outcome::kAccepted, 0});
       } else {
-        bytes = bytesOf(hello);  // theirs, sent back
+        bytes = bytesOf(hello);  // returns the hello of the mesh
       }
       line.change(bytes);
       wire.write(bytes, line);
@@ -336,18 +329,19 @@ class AcceptingSide {
     wire.turn(50);
     Challenge challenge;
     Verdict verdict;
-    const bool isProven = cutOut(wire.said, 0, &challenge) &&
+    const bool isProven = cutOut(wire.sent, 0, &challenge) &&
                           challenge.outcome != Outcome::kNotYet &&
                           challenge.outcome != Outcome::kGone &&
                           challenge.mac == acceptorProof(kSecret, hello, challenge.nonce);
-    const bool isLinked = isProven && cutOut(wire.said, sizeof(challenge), &verdict) &&
+    const bool isLinked = isProven && cutOut(wire.sent, sizeof(challenge), &verdict) &&
                           verdict.outcome == Outcome::kAccepted;
-    // A proof is worth something to whoever wants to pose as us: it is not for the unproven.
+    // A peer that has proven nothing must not get a proof, with which it could impersonate the
+    // mesh.
     Proof proof;
     EXPECT_EQ(wire.read(&proof, sizeof(proof)), isProven);
     if (isLinked) wire.turnUntil([&] { return counter->links > 0; });
-    EXPECT_EQ(counter->links, isLinked ? 1 : 0);
-    if (!script.isKnowing) EXPECT_EQ(counter->links, 0);
+    EXPECT_EQ(counter->links.load(), isLinked ? 1 : 0);
+    if (!script.isKnowing) EXPECT_EQ(counter->links.load(), 0);
   }
 };
 
@@ -362,7 +356,7 @@ TEST(Fuzz, handshakes) {
   const int descriptors = test::openDescriptors();
   size_t resident = 0;
   int runs = 0, accepted = 0;
-  std::vector<std::unique_ptr<Connector>> silent;  // stay connected and say nothing more
+  std::vector<std::unique_ptr<Connector>> silent;  // remain connected and send nothing more
   test::forInputs("handshake", 500, test::inventScript, [&](const test::Input& input) {
     const Script script = Script::parse(input.bytes);
     ++runs;
@@ -373,17 +367,17 @@ TEST(Fuzz, handshakes) {
       const int links = server.counter->links;
       auto connector = std::make_unique<Connector>(server, script);
       connector->play();
-      const bool deserves = connector->deserves();
-      if (deserves) {
+      const bool isValid = connector->isValid();
+      if (isValid) {
         connector->turnUntil([&] { return server.counter->links > links; });
       } else {
         connector->turn(100);
       }
-      EXPECT_EQ(server.counter->links - links, deserves ? 1 : 0);
-      EXPECT_EQ(connector->wasAccepted(), deserves);
-      if (!script.isKnowing) EXPECT(!deserves);
-      accepted += deserves;
-      if (deserves) {
+      EXPECT_EQ(server.counter->links - links, isValid ? 1 : 0);
+      EXPECT_EQ(connector->wasAccepted(), isValid);
+      if (!script.isKnowing) EXPECT(!isValid);
+      accepted += isValid;
+      if (isValid) {
         connector->hangUp();
         server.forgetStranger();
       } else {

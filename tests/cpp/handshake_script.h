@@ -1,5 +1,5 @@
-// What a peer says in a handshake, as a text of lines, so that an input of the fuzz test can be
-// read and kept:
+// A script of what a peer sends in a handshake. It consists of lines of text, so that an input of
+// the fuzz test can be read and kept:
 //
 //   as connector over unix knowing      the peer connects to us, and knows the secret
 //   hello flip:803                      a good Hello with bit 803 turned
@@ -9,7 +9,7 @@
 //             unix", "knowing" or "guessing".
 // Lines: hello, challenge, proof, verdict: a good message, as far as the peer knows the secret;
 //        recorded-hello, recorded-proof:   of a good handshake in the past;
-//        reflected:                        a Proof with the HMAC that we have just sent;
+//        reflected:                        a Proof with the HMAC that the mesh has just sent;
 //        noise:BYTES:SEED, http, tls, pause.
 // Changes: flip:BIT, set:BYTE:VALUE (32 bits), cut:BYTES (all but so many), grow:BYTES, slow,
 //          memory:good|none|short|open|file|stale|two.
@@ -56,7 +56,7 @@ struct Line {
 struct Script {
   bool isConnector = true;
   bool isUnix = false;
-  bool isTls = false;  // all lines are said inside of an encrypted connection
+  bool isTls = false;  // all lines are sent inside an encrypted connection
   bool isKnowing = false;
   std::vector<Line> lines;
 
@@ -108,7 +108,7 @@ struct Script {
   }
 };
 
-// A good handshake with something wrong here and there; now and then with nothing.
+// Generates a good handshake and changes parts of it at random, sometimes none.
 inline std::string inventScript(std::mt19937& random) {
   auto any = [&](auto... choices) {
     const std::string list[] = {choices...};
@@ -134,7 +134,7 @@ inline std::string inventScript(std::mt19937& random) {
       switch (random() % 4) {
         case 0: lines[i] += " flip:" + number(8 * bytesOf[i]); break;
         case 1:
-          // Fields stand at multiples of four; small values are other ranks, versions and lengths.
+          // Fields begin at multiples of four; small values are other ranks, versions and lengths.
           lines[i] += " set:" + std::to_string(random() % (bytesOf[i] / 4) * 4) + ":" +
                       (random() % 2 ? number(4) : std::to_string(random()));
           break;

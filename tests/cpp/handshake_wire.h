@@ -1,5 +1,5 @@
-// The peer's end of a connection in the fuzz test of handshakes: says what it is told to, and lets
-// the mesh at the other end, which lives in the same thread, go on meanwhile.
+// The peer's end of a connection in the fuzz test of handshakes. It sends what the script contains,
+// and calls the mesh at the other end, which is in the same thread.
 #pragma once
 
 #include <sys/socket.h>
@@ -31,7 +31,7 @@ class Wire {
  public:
   Wire(Fd socket, std::shared_ptr<Mesh> other, const Script& script)
       : socket_(std::move(socket)), other_(std::move(other)), script_(script) {
-    mycoll::tuneSocket(socket_.get(), 10);  // single bytes leave at once
+    mycoll::tuneSocket(socket_.get(), 10);  // sends single bytes immediately
     if (!script.isTls) return;
     using State = mycoll::TlsSocket::State;
     tls_.emplace(other_->options().tls, socket_.get(), script.isConnector);
@@ -48,7 +48,7 @@ class Wire {
     return isOver();
   }
 
-  // As much as is sent to us within reason.
+  // Reads until the buffer is full. Returns false if the mesh sends less.
   bool read(void* data, size_t bytes) {
     auto* into = static_cast<char*>(data);
     for (int patience = 0; bytes > 0 && patience < kPatience; ++patience) {
@@ -64,7 +64,7 @@ class Wire {
     return bytes == 0;
   }
 
-  // memory: goes along with the first byte.
+  // The descriptors of `memory` are sent with the first bytes.
   void write(const std::string& bytes, const Line& line, const std::vector<Fd>& memory = {}) {
     size_t done = 0;
     if (!memory.empty() && !bytes.empty()) {
@@ -82,15 +82,15 @@ class Wire {
       const ssize_t wrote =
           tls_ ? tls_->write(&part, 1)
                : ::send(socket_.get(), part.data, piece, MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (wrote <= 0) break;  // they have had enough, or their buffer is full
+      if (wrote <= 0) break;  // the mesh has closed the connection, or its buffer is full
       done += static_cast<size_t>(wrote);
       turn(line.isSlow ? 1 : 2);
     }
-    said += bytes.substr(0, done);
+    sent += bytes.substr(0, done);
   }
 
-  // What a line of noise says; false: it is another line.
-  bool speakNonsense(const Line& line) {
+  // Sends what a line of noise contains. Returns false if the line is no noise.
+  bool sendNoise(const Line& line) {
     std::string bytes;
     if (line.what == "noise") {
       std::mt19937 random(static_cast<unsigned>(line.numbers[1]));
@@ -117,12 +117,12 @@ class Wire {
     socket_.reset();
   }
 
-  std::string said;  // all that was sent
+  std::string sent;  // all bytes so far
   // Long enough for a mesh without links to look at its listeners, which it does rarely.
   static constexpr int kPatience = 1200;
 
  protected:
-  // 0: nothing now; -1: nothing any more.
+  // Returns 0 if nothing has arrived, and -1 at the end of the connection.
   ssize_t receive(void* into, size_t bytes) {
     if (tls_) {
       tls_->onEvent(false);

@@ -1,5 +1,5 @@
-// The parts of a group that handle events, without the queue and what runs it: for tests of what
-// happens between processes below collectives.
+// The parts of a group that handle events, without the queue and the collectives, for tests of what
+// happens between processes.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,7 @@ namespace test {
 
 class Listener final : public mycoll::EventHandler {
  public:
-  // The mailbox of this group, open. The listener outlives it.
+  // Returns an open mailbox of this group. The listener must outlive it.
   std::unique_ptr<mycoll::Mailbox> join(std::shared_ptr<mycoll::Mesh> mesh,
                                         const mycoll::GroupAddress& group) {
     auto mailbox = std::make_unique<mycoll::Mailbox>(std::move(mesh), group, this);
@@ -33,7 +33,7 @@ class Listener final : public mycoll::EventHandler {
   mycoll::Membership& membership() { return group_->membership; }
   mycoll::Agreement& agreement() { return group_->agreement; }
   mycoll::Status failure() const { return group_ ? group_->membership.error() : mycoll::Status(); }
-  // Called under the I/O lock before the membership hears that a rank has left.
+  // Called under the I/O lock before the membership is notified that a rank has left.
   std::function<void()> beforeDeparture;
   // The ranks that are known to have left.
   std::vector<int> gone() const {

@@ -5,6 +5,8 @@
 //   x_test --only A.b      the one with this name: for ctest
 // Exit code: 0 if none failed, 1 if one did, 77 if all were skipped, 2 if a word chooses none.
 #include <dirent.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -14,19 +16,23 @@
 
 #include "test.h"
 
+#ifdef MYCOLL_COVERAGE
+extern "C" void __gcov_dump();
+#endif
+
 namespace test {
 namespace {
 
-std::mutex mutex;  // guards the two below: ranks are threads
+std::mutex mutex;  // guards the next two; ranks are threads
 int failures = 0;
 std::string skipped;
 
-// Runs `body`, turning whatever leaves it into a failure.
+// Runs `body`, and records an exception that leaves it as a failure.
 void guarded(const std::function<void()>& body) {
   try {
     body();
   } catch (const Stop&) {
-    // Already told by fail() or skip().
+    // fail() or skip() has recorded it.
   } catch (const std::exception& error) {
     fail("(exception)", 0, error.what());
   } catch (...) {
@@ -42,7 +48,8 @@ bool wanted(const std::string& name, const std::vector<std::string>& words) {
          });
 }
 
-// True if each word chooses a test. A renamed test would otherwise never run where it is named.
+// Returns true if each word chooses a test. Otherwise a test that was renamed would silently not
+// run where a script names it.
 bool checkWords(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     const bool isFound = std::any_of(registry().begin(), registry().end(),
@@ -85,6 +92,34 @@ int openDescriptors() {
   return count;
 }
 
+bool eventually(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+pid_t startProcess(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  const int before = failureCount();
+  // The child has one thread: under ThreadSanitizer, a child of a process with several threads may
+  // start none.
+  guarded(body);
+#ifdef MYCOLL_COVERAGE
+  __gcov_dump();
+#endif
+  _exit(failureCount() == before ? 0 : 1);
+}
+
+void endProcess(pid_t child) {
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 void skip(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex);
   skipped = reason;
@@ -102,7 +137,7 @@ Threads::Threads(int count, const std::function<void(int rank)>& body) {
 
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
-  setenv("MYCOLL_TRACE_FILE", "off", 0);  // tests fail groups by the dozen
+  setenv("MYCOLL_TRACE_FILE", "off", 0);  // dozens of groups fail in tests
   if (argc == 2 && std::strcmp(argv[1], "--list") == 0) {
     for (const test::Case& each : test::registry()) std::puts(each.name.c_str());
     return 0;

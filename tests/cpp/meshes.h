@@ -1,6 +1,6 @@
-// Some meshes in one thread, for tests of what happens between processes below the engine:
-// nothing moves but what the test lets move. All are of this process, whose end none of them sees;
-// a process "ends" when its mesh is destroyed.
+// Several meshes in one thread, for tests of what happens between processes below the engine. A
+// mesh makes progress only when the test calls it. All meshes belong to this process, so they do
+// not see each other's processes end; here a process "ends" when its mesh is destroyed.
 #pragma once
 
 #include <chrono>
@@ -41,13 +41,15 @@ class Meshes {
     }
   }
 
-  // What mesh `process` needs to be in the group of these processes.
-  Member& join(int process, uint64_t context, const std::vector<int>& processes) {
+  // Makes `process` a member of the group of these processes.
+  Member& join(int process, uint64_t context, const std::vector<int>& processes,
+               const std::string& secret = "") {
     mycoll::GroupAddress group;
     group.context = context;
     group.name = "g";
     group.name += std::to_string(context);
-    group.secret = std::string(32, static_cast<char>('a' + context % 26));
+    group.secret = secret;
+    if (secret.empty()) group.secret.assign(32, static_cast<char>('a' + context % 26));
     std::vector<mycoll::PeerAddress> peers;
     for (size_t rank = 0; rank < processes.size(); ++rank) {
       if (processes[rank] == process) group.rank = static_cast<int>(rank);
@@ -67,7 +69,7 @@ class Meshes {
         .sendGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"), "");
     members.erase({process, context});
   }
-  // Without a word.
+  // Ends the process without a goodbye.
   void end(int process) {
     std::erase_if(members, [&](const auto& entry) { return entry.first.first == process; });
     all[process].reset();
@@ -84,14 +86,15 @@ class Meshes {
     const auto deadline = mycoll::Deadline::after(std::chrono::milliseconds(milliseconds));
     for (int turns = 0; !isOver() && !deadline.expired(); ++turns) {
       turn(1);
-      // What has not come by now waits for time to pass, not for turns.
+      // After so many turns, the condition needs time.
       if (turns > 2000) std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     return isOver();
   }
 
-  // A few bytes from one to another, in this group: true when they have come.
-  bool talk(int from, int to, uint64_t context, int rankFrom, int rankTo) {
+  // Sends a few bytes from one process to another in this group. Returns true if they arrive.
+  bool talk(int from, int to, uint64_t context, int rankFrom, int rankTo,
+            int milliseconds = 10'000) {
     int value = 7, got = 0;
     mycoll::Transfer sending, receiving;
     at(to, context)
@@ -100,10 +103,11 @@ class Meshes {
     at(from, context)
         .mailbox->send(sending, rankTo, mycoll::MessageClass::kPointToPoint, 77, word(4),
                        {&value, 4});
-    return turnUntil([&] { return receiving.isDone(); }) && receiving.status().ok() && got == 7;
+    return turnUntil([&] { return receiving.isDone(); }, milliseconds) && receiving.status().ok() &&
+           got == 7;
   }
 
-  // Whether the two are connected by shared memory.
+  // Whether the two processes are connected by shared memory.
   bool isShm(int from, int to) {
     const mycoll::IoLock lock(all[from]->ioMutex());
     return all[from]->linkTo(addresses[to]).isShm();
@@ -120,5 +124,11 @@ class Meshes {
   std::vector<mycoll::PeerAddress> addresses;
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Member>> members;
 };
+
+// Runs the body with each kind of link.
+inline void forBothLinks(const std::function<void(mycoll::TransportChoice)>& body) {
+  body(mycoll::TransportChoice::kAuto);
+  body(mycoll::TransportChoice::kTcp);
+}
 
 }  // namespace test

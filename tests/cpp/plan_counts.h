@@ -1,5 +1,5 @@
-// Counts what the plans of all ranks send: messages, bytes of the busiest host, peers and scratch
-// memory. The bounds of docs/performance.md are tested against these counts.
+// Counts the messages, bytes, peers and scratch memory of the plans of all ranks. Tests compare
+// these counts with the bounds of docs/performance.md.
 #pragma once
 
 #include <algorithm>

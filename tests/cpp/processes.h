@@ -1,12 +1,10 @@
-// Ranks as processes of their own, forked from the test's: they map each other's memory, where
-// ranks that are threads (world.h) find that they have it already.
+// Ranks as processes of their own, forked from the test's. They map each other's memory, which
+// ranks that are threads (world.h) do not, as they have one address space.
 #pragma once
 
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
-#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -21,27 +19,7 @@
 
 namespace test {
 
-// What fails in there fails the test that calls endProcess(). The caller has no other threads.
-inline pid_t startProcess(const std::function<void()>& body) {
-  const pid_t child = fork();
-  if (child != 0) return child;
-  const int before = failureCount();
-  // In its only thread: ThreadSanitizer allows a child of several to start none.
-  try {
-    body();
-  } catch (const Stop&) {
-  } catch (const std::exception& error) {
-    fail("(exception)", 0, error.what());
-  }
-  _exit(failureCount() == before ? 0 : 1);
-}
-
-inline void endProcess(pid_t child) {
-  int status = -1;
-  EXPECT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
-}
-
+// A store for several processes, in the files of a folder.
 class FolderStore final : public mycoll::Store {
  public:
   explicit FolderStore(std::string path) : path_(std::move(path)) {}
@@ -66,7 +44,7 @@ class FolderStore final : public mycoll::Store {
   const std::string path_;
 };
 
-// As runWorld(), inside a host.
+// As runWorld(), with processes of one host.
 inline void runProcesses(int ranks, const RankBody& body, const mycoll::MeshOptions& mesh = {}) {
   const ScopedFolder folder;
   const auto store = std::make_shared<FolderStore>(folder.path());
@@ -102,7 +80,7 @@ inline std::vector<Mapping> mappings() {
   return all;
 }
 
-// The one that it lies in; none: of no bytes.
+// The mapping that contains the address; one of no bytes if there is none.
 inline Mapping mappingAt(const void* address) {
   const auto place = reinterpret_cast<uintptr_t>(address);
   for (const Mapping& mapping : mappings()) {
@@ -111,7 +89,7 @@ inline Mapping mappingAt(const void* address) {
   return {};
 }
 
-// Asks the kernel, which fails where the program would die.
+// Whether this process may write there. The kernel does the access, so it fails without a signal.
 inline bool canWrite(char* place) {
   int ends[2];
   ASSERT(pipe(ends) == 0);

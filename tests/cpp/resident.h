@@ -1,4 +1,4 @@
-// How much memory this process has, for tests of what strangers can make it take.
+// The memory of this process, for tests that bound what other processes can make it use.
 #pragma once
 
 #include <unistd.h>

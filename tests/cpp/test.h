@@ -2,13 +2,15 @@
 //
 //   TEST(Status, keepsItsMessage) {
 //     Status status(Code::kTimeout, "late");
-//     EXPECT_EQ(status.message(), "late");     // failed: recorded, the test goes on
-//     ASSERT(!status.ok());                    // failed: the test ends here
+//     EXPECT_EQ(status.message(), "late");     // records a failure; the test continues
+//     ASSERT(!status.ok());                    // records a failure and ends the test
 //   }
 //
 // EXPECT, EXPECT_EQ and ASSERT may be used from any thread that the test joins before it ends.
 // ASSERT throws; on another thread than the test's own, run the body through test::Threads.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -41,11 +43,13 @@ std::vector<Case>& registry();
 bool add(const char* suite, const char* name, void (*body)());
 // [any thread]
 void fail(const char* file, int line, const std::string& message);
-// [any thread] Of all tests so far.
+// [any thread] The number of failures in all tests so far.
 int failureCount();
 void skip(const std::string& reason);
-// Of this process, and a few more: for comparing.
+// The number of this process's open descriptors plus a small constant, so only differences count.
 int openDescriptors();
+// Waits until the condition holds, for 20 s at most. Returns whether it holds.
+bool eventually(const std::function<bool()>& condition);
 
 template <typename T>
 std::string show(const T& value) {
@@ -72,18 +76,38 @@ bool equal(const A& a, const B& b) {
   }
 }
 
-// Ranks as threads. An ASSERT or an exception in one is a failure of the test, not an abort.
+// Runs the body in a child process. A failure in the child fails the test that calls endProcess().
+// The caller should have no other threads.
+pid_t startProcess(const std::function<void()>& body);
+// Waits for the child, and expects that nothing failed there.
+void endProcess(pid_t child);
+
+// The number in an environment variable, or `otherwise`.
+inline int numberFrom(const char* variable, int otherwise) {
+  const char* value = std::getenv(variable);
+  return value ? std::atoi(value) : otherwise;
+}
+
+// The text that EXPECT_CONTAINS searches: of a string, or of a Status.
+inline const std::string& textOf(const std::string& text) { return text; }
+template <typename T>
+const std::string& textOf(const T& status) {
+  return status.message();
+}
+
+// Runs the body for each rank on a thread of its own. An ASSERT or an exception in one of them is
+// recorded as a failure and does not abort the process.
 class Threads {
  public:
   Threads(int count, const std::function<void(int rank)>& body);
 };
 
-// Whether the smaller sizes will do, as where everything takes ten times as long:
-// `./dev sanitize --short`.
+// Whether tests should use smaller sizes: set by `./dev sanitize --short`, under which everything
+// takes ten times as long.
 inline bool isShort() { return std::getenv("SHORT_TESTS") != nullptr; }
 
-// Sets an environment variable for a scope, and has mycoll read it. While no other thread reads
-// any.
+// Sets an environment variable for a scope, and makes mycoll read it. No other thread may read the
+// environment when the scope begins and ends.
 class ScopedEnv {
  public:
   ScopedEnv(const char* name, const char* value) : name_(name) {
@@ -150,13 +174,22 @@ class ScopedFolder {
     }                                                                                             \
   } while (false)
 
-// For a Status.
 #define EXPECT_OK(expression)                                                                     \
   do {                                                                                            \
     const auto& testStatus = (expression);                                                        \
     if (!testStatus.ok()) {                                                                       \
       ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + ::test::show(testStatus)); \
     }                                                                                             \
+  } while (false)
+
+// For a string, or a Status, whose message is searched.
+#define EXPECT_CONTAINS(text, words)                                                        \
+  do {                                                                                      \
+    const auto& testText = (text);                                                          \
+    if (::test::textOf(testText).find(words) == std::string::npos) {                        \
+      ::test::fail(__FILE__, __LINE__,                                                      \
+                   ::test::show(testText) + "\n  does not contain: " + std::string(words)); \
+    }                                                                                       \
   } while (false)
 
 #define ASSERT(condition)                           \
@@ -176,7 +209,7 @@ class ScopedFolder {
     }                                                                                             \
   } while (false)
 
-// Ends the test without a verdict: the machine cannot run it. On the test's own thread only.
+// Ends a test that this machine cannot run. On the test's own thread only.
 #define SKIP(reason)      \
   do {                    \
     ::test::skip(reason); \

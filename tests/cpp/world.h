@@ -1,5 +1,5 @@
 // Ranks as threads of one process, each with an engine of its own, for tests of the engine without
-// torch or Python. They map shared segments once, so that TSan sees one memory.
+// torch or Python. All threads use one mapping of a shared segment, so TSan sees one memory.
 #pragma once
 
 #include <atomic>
@@ -22,8 +22,6 @@ class MemoryStore final : public mycoll::Store {
   mycoll::Status set(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
     values_[key] = value;
-    operations_ += 1;
-    bytes_ += value.size();
     return mycoll::Status();
   }
   mycoll::Status tryGet(const std::string& key, bool* found, std::string* value) override {
@@ -31,31 +29,23 @@ class MemoryStore final : public mycoll::Store {
     auto entry = values_.find(key);
     *found = entry != values_.end();
     if (*found) *value = entry->second;
-    operations_ += 1;
-    bytes_ += *found ? value->size() : 0;
     return mycoll::Status();
   }
   mycoll::Status compareSet(const std::string& key, const std::string& expected,
                             const std::string& value, std::string* now) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    operations_ += 1;
-    bytes_ += value.size();
     const auto entry = values_.find(key);
     *now = entry == values_.end() ? "" : entry->second;
     if (*now == expected) values_[key] = *now = value;
     return mycoll::Status();
   }
 
-  size_t operations() const { return operations_; }
-  size_t bytes() const { return bytes_; }  // of values, there and back
-
  private:
   std::mutex mutex_;
-  std::atomic<size_t> operations_{0}, bytes_{0};
   std::map<std::string, std::string> values_;
 };
 
-// By what the ranks of a world are connected; mixed: even ranks share memory, odd ones use tcp.
+// How the ranks of a world are connected. kMixed: even ranks share memory, odd ones use TCP.
 enum class Links { kShm, kTcp, kMixed };
 
 inline mycoll::MeshOptions meshWith(Links links, int rank) {
@@ -67,25 +57,36 @@ inline mycoll::MeshOptions meshWith(Links links, int rank) {
 
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
-// One rank of a group, on an engine of its own, which the caller may keep as well.
-inline std::shared_ptr<mycoll::Communicator> makeRank(
-    int rank, int ranks, mycoll::MeshOptions mesh, std::shared_ptr<mycoll::Store> store,
-    int timeoutMs = 60'000, std::shared_ptr<mycoll::Engine>* engine = nullptr) {
+inline std::shared_ptr<mycoll::Engine> makeEngine(mycoll::MeshOptions mesh = {}) {
   mesh.storeHost = "127.0.0.1";
-  std::shared_ptr<mycoll::Engine> own;
-  if (engine == nullptr) engine = &own;
-  ASSERT_OK(mycoll::Engine::create(mesh, engine));
+  std::shared_ptr<mycoll::Engine> engine;
+  ASSERT_OK(mycoll::Engine::create(mesh, &engine));
+  return engine;
+}
+
+inline mycoll::GroupOptions groupOptions(int rank, int ranks, int timeoutMs = 60'000,
+                                         const std::string& name = "test") {
   mycoll::GroupOptions options;
-  options.name = "test";
+  options.name = name;
   options.rank = rank;
   options.ranks = ranks;
   options.timeout = std::chrono::milliseconds(timeoutMs);
+  return options;
+}
+
+// One rank of a group, on an engine of its own. The caller may keep the engine as well.
+inline std::shared_ptr<mycoll::Communicator> makeRank(
+    int rank, int ranks, const mycoll::MeshOptions& mesh, std::shared_ptr<mycoll::Store> store,
+    int timeoutMs = 60'000, std::shared_ptr<mycoll::Engine>* engine = nullptr) {
+  std::shared_ptr<mycoll::Engine> own = makeEngine(mesh);
   std::shared_ptr<mycoll::Communicator> group;
-  ASSERT_OK(mycoll::Communicator::create(options, std::move(store), *engine, &group));
+  ASSERT_OK(mycoll::Communicator::create(groupOptions(rank, ranks, timeoutMs), std::move(store),
+                                         own, &group));
+  if (engine != nullptr) *engine = std::move(own);
   return group;
 }
 
-// The body on one rank of a group.
+// Runs the body on one rank of a group.
 inline void runRank(int rank, int ranks, const mycoll::MeshOptions& mesh,
                     std::shared_ptr<mycoll::Store> store, const RankBody& body,
                     int timeoutMs = 60'000) {
@@ -96,14 +97,15 @@ inline void runRank(int rank, int ranks, const mycoll::MeshOptions& mesh,
   group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
 }
 
-// Runs the body on every rank, with a group of its own each time. meshOf(rank): its options.
+// Makes a group and runs the body on each of its ranks. meshOf(rank): the options of its mesh.
 inline void runMeshes(int ranks, const std::function<mycoll::MeshOptions(int)>& meshOf,
                       const RankBody& body, int timeoutMs = 60'000) {
   auto store = std::make_shared<MemoryStore>();
   Threads(ranks, [&](int rank) { runRank(rank, ranks, meshOf(rank), store, body, timeoutMs); });
 }
 
-// On hosts that they pretend to be on: hostOf[rank]. tap: of all ranks' connections.
+// As runMeshes(), with ranks that pretend to be on several hosts: hostOf[rank]. All connections go
+// through the tap.
 inline void runHosts(const std::vector<int>& hostOf, const RankBody& body, int timeoutMs = 60'000,
                      const std::shared_ptr<mycoll::LinkTap>& tap = nullptr) {
   auto meshOf = [&](int rank) {

@@ -1,4 +1,5 @@
-// Connections: many at a time to a process that is late, and what strangers can learn of it.
+// Connections between processes: how they are made, which addresses and names they use, and what
+// happens when many are made at the same time or a process forks or ends.
 #include <dlfcn.h>
 #include <netdb.h>
 #include <poll.h>
@@ -49,9 +50,9 @@ std::function<void(const void* data, size_t bytes)> afterSend;
 
 // Called by getaddrinfo(), on threads that have set it.
 thread_local const std::function<void()>* onLookUp = nullptr;
-// How often the stat of a process of /proc was opened.
-std::atomic<int> looksAtProcesses{0};
-// How often a process that ends has waited.
+// How often a file /proc/.../stat was opened.
+std::atomic<int> statReads{0};
+// How often usleep() was called.
 int waits = 0;
 
 }  // namespace
@@ -68,7 +69,7 @@ extern "C" int open(const char* path, int flags, ...) {
   static const auto next =
       reinterpret_cast<int (*)(const char*, int, ...)>(dlsym(RTLD_NEXT, "open"));
   const std::string_view name(path);
-  looksAtProcesses += name.starts_with("/proc/") && name.ends_with("/stat");
+  statReads += name.starts_with("/proc/") && name.ends_with("/stat");
   va_list rest;
   va_start(rest, flags);
   const int mode = va_arg(rest, int);
@@ -89,7 +90,7 @@ extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
   return sent;
 }
 
-// A range of ports, for firewalls, and an address that others see, for NAT.
+// Users can set a range of ports for firewalls, and an address that others connect to for NAT.
 TEST(Connecting, listensOnTheGivenPortsAndAddress) {
   auto meshOn = [](PortRange ports, const std::string& advertised, std::shared_ptr<Mesh>* mesh) {
     MeshOptions options;
@@ -101,7 +102,7 @@ TEST(Connecting, listensOnTheGivenPortsAndAddress) {
   };
   std::shared_ptr<Mesh> any, first, second, none, known;
   ASSERT_OK(meshOn({}, "", &any));
-  // Most likely free, as the system goes on from here.
+  // These ports are most likely free, as the system assigns the next ones from here.
   const int port = 20'000 + any->address().tcp[0].port % 10'000;
   ASSERT_OK(meshOn({port, port + 1}, "", &first));
   ASSERT_OK(meshOn({port, port + 1}, "", &second));
@@ -111,15 +112,15 @@ TEST(Connecting, listensOnTheGivenPortsAndAddress) {
     EXPECT(chosen == port || chosen == port + 1);
   }
   const Status full = meshOn({port, port + 1}, "", &none);
-  EXPECT(full.message().find("all ports of MYCOLL_PORTS=") != std::string::npos);
+  EXPECT_CONTAINS(full, "all ports of MYCOLL_PORTS=");
   ASSERT_OK(meshOn({}, "203.0.113.7", &known));
   EXPECT_EQ(known->address().tcp.size(), 1u);
   EXPECT_EQ(known->address().tcp[0].address, "203.0.113.7");
 }
 
-// More than as many strangers as are admitted: all ranks of a job connect to one of them, which has
-// not made the group yet.
-TEST(Connecting, allMembersComeBeforeTheGroup) {
+// All ranks of a job connect to one of them that has not made the group yet. They are more than the
+// strangers that are admitted.
+TEST(Connecting, allMembersConnectBeforeTheGroupIsMade) {
   constexpr int kRanks = 100;
   for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
     Meshes world(kRanks, transport);
@@ -150,8 +151,9 @@ TEST(Connecting, allMembersComeBeforeTheGroup) {
   }
 }
 
-// However their handshakes cross, one connection comes of it, and what either has sent arrives.
-// With every other seed one process goes on while the other is in the middle of a step.
+// Two processes connect to each other at the same time. They make one connection, and the messages
+// of both arrive. With every other seed, one process runs while the other is in the middle of a
+// step.
 TEST(Connecting, bothSidesAtOnce) {
   for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
     for (unsigned seed = 1; seed <= 200; ++seed) {
@@ -173,7 +175,7 @@ TEST(Connecting, bothSidesAtOnce) {
             static_cast<const Verdict*>(data)->outcome == Outcome::kAccepted) {
           hasAccepted[moving] = true;
         }
-        // The other one could accept that, and drop what was accepted here.
+        // The other process could accept this proof, and drop the attempt that was accepted here.
         if (bytes == sizeof(Proof)) EXPECT(!hasAccepted[moving]);
         if (std::exchange(isNested, true)) return;
         for (unsigned turns = random() % 3; turns > 0; --turns) move(1 - moving);
@@ -203,8 +205,8 @@ TEST(Connecting, bothSidesAtOnce) {
   }
 }
 
-// A process that ends waits until what it has sent has arrived, but not for a peer that has reset
-// the connection, as one does that ends with unread bytes.
+// A process that ends waits until what it has sent has arrived, but not if the peer has reset the
+// connection, as a process that ends with unread bytes does.
 TEST(Connecting, theEndOfAPeerIsNotWaitedFor) {
   int fewest = 1;  // the kernel may deliver the reset late
   for (int i = 0; i < 10; ++i) {
@@ -223,8 +225,7 @@ TEST(Connecting, theEndOfAPeerIsNotWaitedFor) {
   EXPECT_EQ(fewest, 0);
 }
 
-// The names of sockets can be listed by all users of a host; who knows a uid counts as a member.
-// The end of a peer may arrive with its last word of the handshake, before the socket belongs to
+// The end of a peer may arrive with its last message of the handshake, before the socket belongs to
 // the connection.
 TEST(Connecting, theEndOfAPeerIsReportedAgain) {
   Local local{MeshOptions()};
@@ -248,6 +249,8 @@ TEST(Connecting, theEndOfAPeerIsReportedAgain) {
   EXPECT(event.events & EPOLLRDHUP);
 }
 
+// All users of a host can list the names of sockets, and a process that knows a uid counts as a
+// member.
 TEST(Connecting, namesOfSocketsHideTheUid) {
   const auto names = [] {
     std::ifstream file("/proc/net/unix");
@@ -255,13 +258,13 @@ TEST(Connecting, namesOfSocketsHideTheUid) {
   };
   Meshes world(1, TransportChoice::kAuto);
   const std::string uid = world.addresses[0].uid;
-  EXPECT(names().find("mycoll-bell-" + publicName(uid)) != std::string::npos);
+  EXPECT_CONTAINS(names(), "mycoll-bell-" + publicName(uid));
   EXPECT(names().find(uid) == std::string::npos);
   world.end(0);
   EXPECT(names().find(publicName(uid)) == std::string::npos);
 }
 
-// The other side hears of a process's end, whatever its children do.
+// The children of a process do not keep its sockets open, so its peers detect its end.
 TEST(Connecting, forkedChildrenHoldNoSocket) {
   int sockets[2];
   ASSERT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
@@ -292,8 +295,9 @@ TEST(Connecting, forkedChildrenHoldNoSocket) {
   for (int fd : hold) close(fd);
 }
 
-// The way by TCP would be taken for good, and without shared memory.
-TEST(Connecting, aFullBacklogIsWaitedFor) {
+// If the backlog of a peer's local socket is full, a process tries again. A connection over TCP
+// would be permanent, without shared memory.
+TEST(Connecting, aFullBacklogIsTriedAgain) {
   const auto listenerOf = [](const PeerAddress& address) {
     for (int fd = 0; fd < 1024; ++fd) {
       sockaddr_un name{};
@@ -332,7 +336,8 @@ TEST(Connecting, aFullBacklogIsWaitedFor) {
   EXPECT(world.isShm(0, 1));
 }
 
-// What a container calls itself says nothing, and two may call themselves alike.
+// Processes see each other if they are in one pid namespace. The host names of containers do not
+// matter, and two containers may have the same one.
 TEST(Connecting, processesAreSeenByTheirPidSpace) {
   Meshes world(3, TransportChoice::kTcp);
   const PeerAddress here = world.addresses[0];
@@ -350,12 +355,13 @@ TEST(Connecting, processesAreSeenByTheirPidSpace) {
   pod.hostName = here.hostName;
   pod.pidSpace = "another kernel/pid:[1]";
   EXPECT(!here.sharesKernelWith(pod));
-  pod.pidSpace.clear();  // then names are all that there is
+  pod.pidSpace.clear();  // then the host names are compared
   EXPECT(here.sharesKernelWith(pod));
 }
 
-// With a thousand peers on a host a look at each of them takes 10 ms.
-TEST(Connecting, aDeathIsLookedAtOnce) {
+// A death is detected by one read of /proc. With a thousand peers on a host, one read for each of
+// them takes 10 ms.
+TEST(Connecting, aDeathTakesOneRead) {
   const pid_t child = fork();
   if (child == 0) {
     pause();
@@ -369,13 +375,14 @@ TEST(Connecting, aDeathIsLookedAtOnce) {
   EXPECT(!world.all[0]->hasLost(address));
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
-  const int before = looksAtProcesses;
-  while (looksAtProcesses == before) world.all[0]->checkProcesses();
-  EXPECT_EQ(looksAtProcesses, before + 1);
+  const int before = statReads;
+  while (statReads == before) world.all[0]->checkProcesses();
+  EXPECT_EQ(statReads, before + 1);
   EXPECT(world.all[0]->hasLost(address));
 }
 
-// Another thread makes an engine, and waits for a name server, while this one forks.
+// A thread forks while another one makes an engine and waits for a name server. The child can make
+// an engine.
 TEST(Connecting, childrenMakeEngines) {
 #if defined(__SANITIZE_THREAD__)
   SKIP("a child of a process with threads may start none under ThreadSanitizer");

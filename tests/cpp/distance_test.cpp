@@ -1,5 +1,5 @@
-// How near the ranks of a host are: that it is noticed, that all agree on it, and that results do
-// not depend on it.
+// How near the ranks of a host are to each other: it is measured, all ranks agree on it, and
+// results do not depend on it.
 #include "transport/shm/distance.h"
 
 #include <memory>
@@ -16,10 +16,10 @@ using test::runWorld;
 
 namespace {
 
-// One thread is near itself, if nothing comes between.
+// A thread is near itself, but another program may interrupt some measurements.
 constexpr int kPatience = 1000;
 
-// All ranks' arenas, one thread.
+// The arenas of all ranks, used by one thread.
 struct Ranks {
   Ranks(int ranks, DistanceChoice choice) {
     ArenaShape shape;
@@ -34,8 +34,8 @@ struct Ranks {
     }
   }
 
-  // A collective in which rank 0 has a round to fill, and the others, too, unless they only take
-  // it; says whether the ranks go past the caches behind it.
+  // Runs a collective in which rank 0 fills a round, and the others, too, unless they only take it.
+  // Returns whether the ranks then bypass their caches.
   bool isStreaming(bool onlyTake = false) {
     Signature signature;
     if (onlyTake) signature.bytes = 1 << 20;
@@ -59,7 +59,7 @@ struct Ranks {
 
 }  // namespace
 
-TEST(Distance, isKnownAfterSeveralLooks) {
+TEST(Distance, isKnownAfterSeveralMeasurements) {
   Distance distance(1, DistanceChoice::kMeasured);
   const auto marks = std::make_unique<Distance::Marks>();
   EXPECT(!distance.areNear());
@@ -80,7 +80,7 @@ TEST(Distance, needsEveryRankAndItsMarks) {
   for (uint64_t number = 1; number < kPatience; ++number) {
     Distance::mark(marks.get(), number);
     distance.look(0, *marks, number);
-    distance.look(1, *marks, number + 1);  // has not marked this one
+    distance.look(1, *marks, number + 1);  // a mark that has not been set
   }
   EXPECT(!distance.areNear());
 }
@@ -98,13 +98,13 @@ TEST(Distance, mayBeSetByTheUser) {
 
 TEST(Distance, allRanksFollowRankZero) {
 #if defined(__SANITIZE_THREAD__)
-  SKIP("looking takes too long under TSan to tell near from far");
+  SKIP("measurements take too long under TSan to distinguish near from far");
 #endif
   for (const bool onlyTake : {false, true}) {
     for (int ranks : {2, 3, 6}) {
       Ranks measured(ranks, DistanceChoice::kMeasured);
       EXPECT(measured.isStreaming(onlyTake));
-      // Fewer than those that are looked at without any reason.
+      // So few collectives that all of them are measured.
       for (int i = 0; i < 50 && measured.isStreaming(onlyTake); ++i) continue;
       EXPECT(!measured.isStreaming(onlyTake));
     }
@@ -116,8 +116,8 @@ TEST(Distance, allRanksFollowRankZero) {
   }
 }
 
-// Odd sizes around the borders of chunks, over all that goes in rounds: a sum in place, one
-// elsewhere, and an average, whose division comes between.
+// Odd sizes around the borders of chunks, with collectives of several rounds: a sum in place, a sum
+// elsewhere, and an average.
 TEST(Distance, resultsDoNotDependOnIt) {
   for (const char* choice : {"near", "far", "measured"}) {
     test::ScopedEnv distance("MYCOLL_DISTANCE", choice);

@@ -1,5 +1,5 @@
-// Several sockets for one peer (MYCOLL_FLOWS): large messages are spread over them, and everything
-// that holds with one socket holds with several.
+// Several sockets for one peer (MYCOLL_FLOWS): large messages are spread over them, and the
+// guarantees of a connection with one socket still hold.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "meshes.h"
+#include "passing_link.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
@@ -21,19 +22,18 @@ namespace {
 
 constexpr int kFlows = 3;
 constexpr size_t kLarge = 3'000'007;
-// More than a piece, and no more than collectives send without asking.
+// Larger than a piece, and not larger than what collectives send without asking.
 constexpr size_t kCut = 900'001;
 
-// What goes over the links of a mesh, in the order in which they were made. Links can be held back:
-// what comes by them is not seen for a while.
+// Observes and controls the links of a mesh, in the order in which they were made.
 class Links final : public LinkTap {
  public:
-  // Each socket sends so much at most, as a cloud's flows do; 0: as much as it can.
+  // bytesPerSecond: the limit of each socket, as clouds have one for each flow; 0: no limit.
   explicit Links(unsigned bytesPerSecond = 0) : bytesPerSecond_(bytesPerSecond) {}
 
-  std::vector<size_t> sent;
-  std::vector<bool> isHeldBack = std::vector<bool>(16);
-  std::vector<size_t> mayLeave = std::vector<size_t>(16, ~size_t{0});  // bytes, from now on
+  std::vector<size_t> sent;                                          // bytes
+  std::vector<bool> isHeldBack = std::vector<bool>(16);              // nothing can be read
+  std::vector<size_t> budget = std::vector<size_t>(16, ~size_t{0});  // bytes that may be written
   std::vector<int> fds;
 
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
@@ -52,12 +52,12 @@ class Links final : public LinkTap {
  private:
   const unsigned bytesPerSecond_;
 
-  class Sender final : public LinkSender {
+  class Sender final : public test::PassingSender {
    public:
     Sender(Links& links, std::unique_ptr<LinkSender> link, size_t number)
-        : links_(links), link_(std::move(link)), number_(number) {}
+        : PassingSender(std::move(link)), links_(links), number_(number) {}
     ssize_t write(const Span* parts, int count) override {
-      size_t& left = links_.mayLeave[number_];
+      size_t& left = links_.budget[number_];
       const Span cut{parts[0].data, std::min(parts[0].bytes, left)};
       if (cut.bytes == 0) return 0;
       const ssize_t written =
@@ -66,21 +66,17 @@ class Links final : public LinkTap {
       if (written > 0 && left != ~size_t{0}) left -= static_cast<size_t>(written);
       return written;
     }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
-    bool hasArrived() const override { return link_->hasArrived(); }
 
    private:
     Links& links_;
-    std::unique_ptr<LinkSender> link_;
     const size_t number_;
   };
-  class Receiver final : public LinkReceiver {
+  class Receiver final : public test::PassingReceiver {
    public:
     Receiver(Links& links, std::unique_ptr<LinkReceiver> link, size_t number)
-        : links_(links), link_(std::move(link)), number_(number) {}
+        : PassingReceiver(std::move(link)), links_(links), number_(number) {}
     ssize_t read(void* data, size_t bytes, bool streaming) override {
-      if (links_.isHeldBack[number_]) return takeIn(), 0;
+      if (links_.isHeldBack[number_]) return keepArrived(), 0;
       if (kept_.empty()) return link_->read(data, bytes, streaming);
       const size_t taken = std::min(bytes, kept_.size());
       std::memcpy(data, kept_.data(), taken);
@@ -88,14 +84,10 @@ class Links final : public LinkTap {
       return static_cast<ssize_t>(taken);
     }
     bool maybeReadable() const override { return !kept_.empty() || link_->maybeReadable(); }
-    void lookAgain() override { link_->lookAgain(); }
-    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
 
    private:
-    // So that its sender gets rid of everything.
-    void takeIn() {
+    // Reads what has arrived, so that the sender can send everything.
+    void keepArrived() {
       char buffer[64 * 1024];
       for (;;) {
         const ssize_t got = link_->read(buffer, sizeof(buffer), false);
@@ -105,13 +97,12 @@ class Links final : public LinkTap {
     }
 
     Links& links_;
-    std::unique_ptr<LinkReceiver> link_;
     const size_t number_;
     std::string kept_;
   };
 };
 
-// Two processes that have talked, over so many sockets.
+// Two processes that are connected by this many sockets.
 struct Far {
   explicit Far(bool isEncrypted = false, size_t flows = kFlows, unsigned bytesPerSecond = 0)
       : links{std::make_shared<Links>(bytesPerSecond), std::make_shared<Links>(bytesPerSecond)},
@@ -124,11 +115,11 @@ struct Far {
     EXPECT(meshes.talk(0, 1, 1, 0, 1));
     EXPECT(meshes.talk(1, 0, 1, 1, 0));
     EXPECT(meshes.turnUntil([&] { return links[1]->sent.size() == flows; }));
-    meshes.turn(50);  // the last one has joined on the other side, too
+    meshes.turn(50);  // until the last socket has joined the connection on the other side, too
   }
 
   Mailbox& mailbox(int rank) { return *meshes.at(rank, 1).mailbox; }
-  // Posts both ends; of a collective: with no question before it.
+  // Messages of collectives are sent without asking first.
   void send(int from, Transfer& sending, std::vector<char>& data, uint64_t tag,
             MessageClass kind = MessageClass::kPointToPoint) {
     mailbox(from).send(sending, 1 - from, kind, tag, test::Meshes::word(data.size()), span(data));
@@ -176,9 +167,10 @@ TEST(Flows, largeMessagesUseAllSockets) {
   }
 }
 
-// Where each of them is limited, so many carry so much more.
+// If each socket has a limit, several sockets together have a higher one.
 TEST(Flows, theLimitsOfSocketsAddUp) {
-  // The least of three, or of as many as it takes to be within `most` on a busy machine.
+  // Measures three messages, and on a busy machine more until one is within `most`. Returns the
+  // least.
   auto secondsWith = [](size_t flows, double most) {
     constexpr size_t kBytes = 8'000'000;
     Far far(false, flows, 20'000'000);
@@ -202,9 +194,9 @@ TEST(Flows, theLimitsOfSocketsAddUp) {
   EXPECT(one / four >= 2.5);
 }
 
-// Each message of a collective that is cut up, too; some of them come before they are asked for,
-// and all in the order in which they were sent.
-TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
+// Large messages of collectives are cut into pieces, too. They keep their order, whether they
+// arrive before or after their receives are posted.
+TEST(Flows, messagesOfCollectivesAreCutAndKeepTheirOrder) {
   Far far;
   for (const bool isPostedFirst : {true, false}) {
     constexpr int kMessages = 5;
@@ -226,7 +218,7 @@ TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
     if (isPostedFirst) post();
     for (int i = 0; i < kMessages; ++i) far.send(0, sending[i], out[i], tag, kCollective);
     if (!isPostedFirst) {
-      // They have left, and come, without being asked for.
+      // They are sent and arrive before their receives are posted.
       ASSERT(far.meshes.turnUntil([&] { return sending[kMessages - 1].isDone(); }));
       far.meshes.turn(100);
       post();
@@ -243,7 +235,8 @@ TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
   }
 }
 
-// The first socket may be slower than the others, so that pieces come before what they belong to.
+// The first socket may be slower than the others, so that pieces arrive before the beginning of
+// their message.
 TEST(Flows, piecesWaitForTheBeginningOfTheirMessage) {
   Far far;
   for (int rank = 0; rank < 2; ++rank) {
@@ -262,7 +255,7 @@ TEST(Flows, piecesWaitForTheBeginningOfTheirMessage) {
   EXPECT(in == out);
 }
 
-// The sender leaves as soon as all has left; its goodbye takes the fast way.
+// The sender leaves when everything is sent. Its goodbye uses a faster socket than some pieces.
 TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
   Far far;
   std::vector<char> out = pattern(kLarge, 6), in(kLarge);
@@ -283,8 +276,8 @@ TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
 }
 
 // A sender that leaves after a failure may have sent half of a piece. The receiver frees the
-// message when it reads the goodbye, and the rest of the piece comes afterwards, by another socket.
-TEST(Flows, aGoodbyeEndsAMessageThatIsHalfThere) {
+// message when it reads the goodbye. The rest of the piece arrives afterwards, over another socket.
+TEST(Flows, aGoodbyeEndsAMessageThatHasPartlyArrived) {
   Far far;
   far.meshes.join(0, 2, {0, 1});
   far.meshes.join(1, 2, {0, 1});
@@ -293,16 +286,16 @@ TEST(Flows, aGoodbyeEndsAMessageThatIsHalfThere) {
   }
   std::vector<char> out(kCut, 'N');
   Transfer sending;
-  far.links[0]->mayLeave[1] = 1000;
+  far.links[0]->budget[1] = 1000;
   far.send(0, sending, out, tagOf(1), kCollective);
   far.meshes.turn(500);
   EXPECT(!sending.isDone());
   far.meshes.leave(0, 1);
   ASSERT(far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.gone().empty(); }));
-  // These may take the place of the message.
+  // These may reuse the memory of the message.
   std::vector<std::vector<char>> allocated;
   for (const size_t bytes : {kCut, kCut, size_t{1000}}) allocated.emplace_back(bytes, 'U');
-  far.links[0]->mayLeave[1] = ~size_t{0};
+  far.links[0]->budget[1] = ~size_t{0};
   far.meshes.turn(500);
   for (const std::vector<char>& each : allocated) {
     EXPECT_EQ(std::count(each.begin(), each.end(), 'U'), static_cast<ptrdiff_t>(each.size()));
@@ -312,8 +305,8 @@ TEST(Flows, aGoodbyeEndsAMessageThatIsHalfThere) {
   EXPECT(far.meshes.talk(1, 0, 2, 1, 0));
 }
 
-// What has left by it cannot be told from what has arrived. Both sides hear of it soon, not only
-// when the network's patience is over.
+// If one socket breaks, it is unknown which bytes have arrived. Both sides report that soon, before
+// the timeout of the network.
 TEST(Flows, oneBrokenSocketEndsTheConnection) {
   for (int broken = 0; broken < kFlows; ++broken) {
     Far far;
@@ -322,13 +315,14 @@ TEST(Flows, oneBrokenSocketEndsTheConnection) {
     far.receive(0, receiving, in, 9);
     ::shutdown(far.links[1]->fds[static_cast<size_t>(broken)], SHUT_RDWR);
     EXPECT(far.meshes.turnUntil([&] { return receiving.isDone(); }, 3'000));
-    EXPECT_EQ(static_cast<int>(receiving.status().code()), static_cast<int>(Code::kPeerLost));
+    EXPECT_EQ(receiving.status().code(), Code::kPeerLost);
     EXPECT(
         far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.failure().ok(); }, 3'000));
   }
 }
 
-// A group that is not made yet is never sent pieces: nobody could tell where they belong.
+// No pieces are sent for a group that the receiver has not joined, as it could not assign them to a
+// message.
 TEST(Flows, theFirstMessageToANewGroupAsks) {
   Far far;
   far.meshes.join(0, 2, {0, 1});
@@ -348,7 +342,7 @@ TEST(Flows, theFirstMessageToANewGroupAsks) {
   EXPECT(in == out);
 }
 
-// It is small, and would not gain: the sockets are for those that do not fit in one.
+// Small messages would not be faster with several sockets.
 TEST(Flows, smallMessagesStayOnTheFirstSocket) {
   Far far;
   const std::vector<size_t> before = far.links[0]->sent;
@@ -357,7 +351,7 @@ TEST(Flows, smallMessagesStayOnTheFirstSocket) {
   for (int i = 1; i < kFlows; ++i) EXPECT_EQ(far.links[0]->sent[i], before[i]);
 }
 
-// Neighbours have one.
+// A peer in the same subnet has one socket.
 TEST(Flows, aNearPeerHasOneSocket) {
   const std::shared_ptr<Links> links[2] = {std::make_shared<Links>(), std::make_shared<Links>()};
   test::Meshes meshes(2, TransportChoice::kTcp, {{0, links[0]}, {1, links[1]}});
@@ -381,7 +375,7 @@ TEST(Flows, subnetsAreCompared) {
   EXPECT(!isInSubnetOf({"eth0", "10.1.2.3", false, false, 0}, "10.1.2.4"));
 }
 
-// An exclusion says only what is not wanted; names say what is.
+// All interfaces that the user names are used. With an exclusion, mycoll chooses one of the others.
 TEST(Flows, allInterfacesThatAreNamedAreUsed) {
   const std::vector<InterfaceAddress> all = interfaceAddresses();
   InterfaceFilter filter;
@@ -391,9 +385,9 @@ TEST(Flows, allInterfacesThatAreNamedAreUsed) {
   ASSERT_OK(chooseInterface(filter, "", &chosen));
   EXPECT_EQ(chosen.size(), all.size());
   filter.isExclusion = true;
-  filter.names = {"nothing-that-there-is"};
+  filter.names = {"no-such-interface"};
   const Status status = chooseInterface(filter, "", &chosen);
-  if (!status.ok()) return;  // there is nothing but loopback
+  if (!status.ok()) return;  // this machine has only loopback
   for (const InterfaceAddress& each : chosen) {
     EXPECT_EQ(each.interfaceName, chosen.front().interfaceName);
   }

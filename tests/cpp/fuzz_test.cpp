@@ -1,8 +1,8 @@
-// What a peer says is nonsense, by a seed (corpus.h): its frames, where its shared tensors lie, and
-// where its window. Nothing may crash, hang, write beyond what was posted, read what is not
-// offered, or take memory without end; run under the sanitizers it says so. A kept input is what
-// the peer says, to the byte (corpus/frames.py writes those that are not by seed). Handshakes:
-// handshake_fuzz_test.cpp.
+// A peer sends invalid data (corpus.h): frames, locations of shared tensors, and locations of
+// windows. The receiver must not crash, hang, write beyond what was posted, read what was not
+// offered, or use unlimited memory; the sanitizers check more of that. A kept input contains the
+// exact bytes that the peer sends; corpus/frames.py writes those that are not from seeds.
+// handshake_fuzz_test.cpp tests handshakes.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -17,7 +17,8 @@
 #include "collectives/shm/collectives.h"
 #include "corpus.h"
 #include "engine/window.h"
-#include "listener.h"
+#include "meshes.h"
+#include "passing_link.h"
 #include "test.h"
 #include "transport/mailbox.h"
 #include "transport/mesh.h"
@@ -39,8 +40,8 @@ Signature message() {
   return result;
 }
 
-// Mostly right frames from rank 0 to rank 1, with something wrong here and there.
-std::string nonsense(std::mt19937& random) {
+// Frames from rank 0 to rank 1 that are mostly valid, with some wrong fields.
+std::string randomFrames(std::mt19937& random) {
   const uint64_t sizes[] = {0,     1,         kBytes,  kBytes + 1,        4096,
                             16384, 16384 + 1, 1 << 20, uint64_t{1} << 40, ~uint64_t{0}};
   std::string bytes;
@@ -68,7 +69,7 @@ std::string nonsense(std::mt19937& random) {
     for (char& byte : payload) {
       if (random() % 4 == 0) byte = static_cast<char>(random());
     }
-    // Where a message can be read, more or less: in a region that can be mapped.
+    // The location of a message, mostly within a region that can be mapped.
     if (header.kind == FrameKind::kRequestToSend && random() % 4 > 0) {
       SharedPlace place{1 + random() % 2, SharedHeap::headBytes(), kRegionBytes, 0};
       if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
@@ -88,11 +89,11 @@ std::string nonsense(std::mt19937& random) {
   return bytes;
 }
 
-// Says what the seed wants instead of what the peer has sent.
-class Liar final : public LinkReceiver {
+// Delivers these bytes instead of those that the peer has sent.
+class ReplacingReceiver final : public test::PassingReceiver {
  public:
-  Liar(std::unique_ptr<LinkReceiver> link, std::string bytes)
-      : link_(std::move(link)), bytes_(std::move(bytes)) {}
+  ReplacingReceiver(std::unique_ptr<LinkReceiver> link, std::string bytes)
+      : PassingReceiver(std::move(link)), bytes_(std::move(bytes)) {}
   ssize_t read(void* data, size_t bytes, bool) override {
     const size_t taken = std::min(bytes, bytes_.size() - at_);
     std::memcpy(data, bytes_.data() + at_, taken);
@@ -100,10 +101,6 @@ class Liar final : public LinkReceiver {
     return static_cast<ssize_t>(taken);
   }
   bool maybeReadable() const override { return at_ < bytes_.size(); }
-  void lookAgain() override { link_->lookAgain(); }
-  void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
-  void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-  int fd() const override { return link_->fd(); }
   bool takeFd(Fd* fd) override {
     std::shared_ptr<Segment> region;
     ASSERT_OK(Segment::create(kRegionBytes, &region));
@@ -113,18 +110,17 @@ class Liar final : public LinkReceiver {
   }
 
  private:
-  std::unique_ptr<LinkReceiver> link_;
   std::string bytes_;
   size_t at_ = 0;
 };
 
-class Tongue final : public LinkTap {
+class ReplacingTap final : public LinkTap {
  public:
-  explicit Tongue(std::string bytes) : bytes_(std::move(bytes)) {}
+  explicit ReplacingTap(std::string bytes) : bytes_(std::move(bytes)) {}
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
     isUsed = true;
-    return std::make_unique<Liar>(std::move(link), bytes_);
+    return std::make_unique<ReplacingReceiver>(std::move(link), bytes_);
   }
   bool isUsed = false;
 
@@ -132,62 +128,54 @@ class Tongue final : public LinkTap {
   std::string bytes_;
 };
 
-// Two ranks of a group, of this thread both. tap: of what comes to rank 1.
-struct Pair {
-  explicit Pair(TransportChoice transport, int flows = 1, std::shared_ptr<LinkTap> tap = nullptr) {
-    for (int rank = 0; rank < 2; ++rank) {
-      MeshOptions options;
-      options.transport = transport;
-      options.storeHost = "127.0.0.1";
-      options.flows = flows;
-      options.singleCopy = SingleCopyUse::kOn;
-      if (rank == 1) options.tap = std::move(tap);
-      ASSERT_OK(Mesh::create(options, &meshes[rank]));
-    }
-    for (int rank = 0; rank < 2; ++rank) {
-      GroupAddress group;
-      group.context = kContext;
-      group.name = "fuzz";
-      group.secret = std::string(32, 's');
-      group.rank = rank;
-      group.peers = {meshes[0]->address(), meshes[1]->address()};
-      mailboxes[rank] = listeners[rank].join(meshes[rank], group);
-    }
+// Two ranks of a group in this thread. tap: for what rank 1 receives.
+struct Pair : test::Meshes {
+  explicit Pair(TransportChoice transport, int flows = 1, std::shared_ptr<LinkTap> tap = nullptr)
+      : Meshes(2, transport, {{1, std::move(tap)}}, [&](MeshOptions& options) {
+          options.flows = flows;
+          options.singleCopy = SingleCopyUse::kOn;
+        }) {
+    for (const int rank : {0, 1}) join(rank, kContext, {0, 1});
   }
-
-  std::shared_ptr<Mesh> meshes[2];
-  test::Listener listeners[2];
-  std::unique_ptr<Mailbox> mailboxes[2];
+  Mailbox& mailbox(int rank) { return *at(rank, kContext).mailbox; }
 };
 
-// Rank 0 says this to rank 1, which waits for two messages and has a window, number 7.
-void say(const std::string& bytes, TransportChoice transport, bool isGood, int flows = 1) {
-  const auto tongue = std::make_shared<Tongue>(bytes);
-  Pair pair(transport, flows, tongue);
-  auto& [meshes, listeners, mailboxes] = pair;
-  // Guarded on both sides: nothing may be written there. What has come is used at once.
+// Calls both meshes until they are idle, and `afterTurn` after each turn.
+void turnUntilIdle(
+    const std::vector<std::shared_ptr<Mesh>>& meshes, const ReplacingTap& tap,
+    const std::function<void()>& afterTurn = [] {}) {
+  const Deadline deadline = Deadline::after(std::chrono::seconds(60));
+  for (int quiet = 0; quiet < 20 && !deadline.expired();) {
+    const bool moved = meshes[0]->progress() | meshes[1]->progress();
+    quiet = moved || !tap.isUsed ? 0 : quiet + 1;
+    afterTurn();
+  }
+  EXPECT(tap.isUsed);
+}
+
+// Rank 0 sends these bytes to rank 1, which waits for two messages and has window 7.
+void sendFrames(const std::string& bytes, TransportChoice transport, bool isGood, int flows = 1) {
+  const auto tap = std::make_shared<ReplacingTap>(bytes);
+  Pair pair(transport, flows, tap);
+  // The memory before and after each buffer must not be written. A received message is overwritten
+  // immediately, so that later writes show.
   std::vector<char> memory(3 * kBytes, 'x'), other(3 * kBytes, 'x'), window(3 * kBytes, 'x');
   bool isUsed = false;
-  mailboxes[1]->windows().open(7, {window.data() + kBytes, kBytes});
+  pair.mailbox(1).windows().open(7, {window.data() + kBytes, kBytes});
   char word[kBytes] = {};
   {
     Transfer sending, first, second;
-    mailboxes[1]->receive(first, 0, MessageClass::kPointToPoint, 7, message(),
-                          {memory.data() + kBytes, kBytes});
-    mailboxes[1]->receive(second, 0, MessageClass::kCollective, 7, message(),
-                          {other.data() + kBytes, kBytes});
-    listeners[1].agreement().begin(1, message());
-    mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
-    const Deadline deadline = Deadline::after(std::chrono::seconds(60));
-    for (int quiet = 0; quiet < 20 && !deadline.expired();) {
-      bool moved = meshes[0]->progress();
-      moved |= meshes[1]->progress();
-      quiet = moved || !tongue->isUsed ? 0 : quiet + 1;
+    pair.mailbox(1).receive(first, 0, MessageClass::kPointToPoint, 7, message(),
+                            {memory.data() + kBytes, kBytes});
+    pair.mailbox(1).receive(second, 0, MessageClass::kCollective, 7, message(),
+                            {other.data() + kBytes, kBytes});
+    pair.at(1, kContext).listener.agreement().begin(1, message());
+    pair.mailbox(0).send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
+    turnUntilIdle(pair.all, *tap, [&] {
       if (first.isDone() && !std::exchange(isUsed, true)) {
         std::fill_n(memory.begin() + kBytes, kBytes, 'u');
       }
-    }
-    EXPECT(tongue->isUsed);
+    });
     if (isGood) EXPECT(first.isDone() && first.status().ok());
   }
   for (size_t i = 0; i < kBytes; ++i) {
@@ -198,14 +186,14 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
   }
 }
 
-// ---- where shared tensors lie -------------------------------------------------------------------
+// ---- locations of shared tensors ----------------------------------------------------------------
 
 constexpr size_t kTensorBytes = PeerMemory::kLeastSharedReduce;
-// With which each rank has a region of its own.
+// A block of this size has a region of its own.
 const size_t kBlockBytes = SharedHeap::kRegionBytes - SharedHeap::headBytes();
 constexpr size_t kGuardBytes = 4096;
 
-// A rank's shared memory: numbers, so that it shows where something was read, or zeros.
+// A rank's shared memory: numbers, which show the location that was read, or zeros.
 class Block {
  public:
   explicit Block(bool isNumbered)
@@ -227,19 +215,19 @@ class Block {
   uint32_t* const words_;
 };
 
-// What rank 1 says when it comes to a collective; what it publishes follows. In that, region 1 is
-// the one that it has.
-struct Lie {
+// The arrival of rank 1 at a collective, which the offers that it publishes follow. In those,
+// region 1 is rank 1's own region.
+struct Arrival {
   uint8_t operation = 0;  // of kOperations
   uint8_t isOffer = 1;
   uint16_t rounds = 0;
-  uint32_t blobBytes = 0;  // as it claims
+  uint32_t blobBytes = 0;  // the claimed size of the offers
 };
 constexpr OpKind kOperations[] = {OpKind::kBroadcast, OpKind::kScatter,  OpKind::kGather,
                                   OpKind::kAllGather, OpKind::kAllToAll, OpKind::kReduceScatter,
                                   OpKind::kAllReduce};
 
-std::string offersOfNonsense(std::mt19937& random) {
+std::string randomOffers(std::mt19937& random) {
   const uint64_t values[] = {0,
                              1,
                              2,
@@ -260,19 +248,19 @@ std::string offersOfNonsense(std::mt19937& random) {
     if (random() % 3 == 0) span.offset = any();
     if (random() % 6 == 0) span.bytes = any();
   }
-  Lie lie;
-  lie.operation = static_cast<uint8_t>(random() % std::size(kOperations));
-  lie.isOffer = random() % 8 > 0;
-  if (random() % 6 == 0) lie.rounds = static_cast<uint16_t>(random() % 4);
-  lie.blobBytes = static_cast<uint32_t>(spans.size() * sizeof(SharedSpan));
-  if (random() % 6 == 0) lie.blobBytes = static_cast<uint32_t>(any());
-  if (random() % 6 == 0) lie.blobBytes -= static_cast<uint32_t>(1 + random() % 24);
-  std::string bytes(reinterpret_cast<const char*>(&lie), sizeof(lie));
+  Arrival arrival;
+  arrival.operation = static_cast<uint8_t>(random() % std::size(kOperations));
+  arrival.isOffer = random() % 8 > 0;
+  if (random() % 6 == 0) arrival.rounds = static_cast<uint16_t>(random() % 4);
+  arrival.blobBytes = static_cast<uint32_t>(spans.size() * sizeof(SharedSpan));
+  if (random() % 6 == 0) arrival.blobBytes = static_cast<uint32_t>(any());
+  if (random() % 6 == 0) arrival.blobBytes -= static_cast<uint32_t>(1 + random() % 24);
+  std::string bytes(reinterpret_cast<const char*>(&arrival), sizeof(arrival));
   bytes.append(reinterpret_cast<const char*>(spans.data()), spans.size() * sizeof(SharedSpan));
   return bytes;
 }
 
-// Rank 0's part of it. Results come from `out` on; what rank 1 gives comes to *landing.
+// Rank 0's call. Its results begin at `out`, and the data of rank 1 is received into *landing.
 Call callOf(OpKind kind, const Block& in, char* out, Span* landing) {
   const Span give[] = {in.tensor(0), in.tensor(kTensorBytes)};
   const Span take[] = {{out, kTensorBytes}, {out + kTensorBytes, kTensorBytes}};
@@ -295,15 +283,15 @@ Call callOf(OpKind kind, const Block& in, char* out, Span* landing) {
   return call;
 }
 
-// Says it again as long as the ranks make new regions known to each other; then it has done all
-// rounds.
-Task tell(ShmGroup group, const Lie& lie, const std::string& blob) {
+// Rank 1 arrives again while the ranks introduce new regions to each other, and then claims to have
+// done all rounds.
+Task arriveWith(ShmGroup group, const Arrival& arrival, const std::string& blob) {
   Arena& arena = group.arena;
   bool isNew = true;
   for (int turn = 0; isNew && turn < 10; ++turn) {
-    const size_t claimed = std::min<size_t>(lie.blobBytes, arena.shape().smallBytes);
+    const size_t claimed = std::min<size_t>(arrival.blobBytes, arena.shape().smallBytes);
     std::memcpy(arena.beginBlob(claimed), blob.data(), std::min(blob.size(), claimed));
-    arena.arrive(group.signature, lie.blobBytes, lie.rounds, lie.isOffer != 0);
+    arena.arrive(group.signature, arrival.blobBytes, arrival.rounds, arrival.isOffer != 0);
     AllArrived arrived(arena, group.signature);
     co_await arrived;
     const PeerMemory::News news = group.memory.newsIn(arena);
@@ -322,7 +310,7 @@ void step(Task& task) {
   task.resume();
 }
 
-// As many as there are behind so many bytes.
+// Reads all complete values after the first `from` bytes.
 template <typename T>
 std::vector<T> valuesIn(const std::string& bytes, size_t from) {
   std::vector<T> values;
@@ -332,14 +320,14 @@ std::vector<T> valuesIn(const std::string& bytes, size_t from) {
   return values;
 }
 
-// Rank 1 says this when it comes to a collective in shared memory.
+// Runs a collective in shared memory at which rank 1 arrives with this input.
 void offer(const test::Input& input) {
-  Lie lie;
-  if (input.bytes.size() < sizeof(lie)) return;
-  std::memcpy(&lie, input.bytes.data(), sizeof(lie));
+  Arrival arrival;
+  if (input.bytes.size() < sizeof(arrival)) return;
+  std::memcpy(&arrival, input.bytes.data(), sizeof(arrival));
   Pair pair(TransportChoice::kAuto);
   Block in(false), out(false), theirs(true);
-  std::vector<SharedSpan> spans = valuesIn<SharedSpan>(input.bytes, sizeof(lie));
+  std::vector<SharedSpan> spans = valuesIn<SharedSpan>(input.bytes, sizeof(arrival));
   for (SharedSpan& span : spans) {
     if (span.region == 0) continue;
     span.region = span.region == 1 ? theirs.region() : span.region | uint64_t{1} << 32;
@@ -349,7 +337,7 @@ void offer(const test::Input& input) {
 
   char* const result = out.tensor(kGuardBytes).begin();
   Span landing;
-  const OpKind kind = kOperations[lie.operation % std::size(kOperations)];
+  const OpKind kind = kOperations[arrival.operation % std::size(kOperations)];
   const Call call = callOf(kind, in, result, &landing);
   const Signature signature = call.signature();
   ArenaShape shape;
@@ -360,19 +348,21 @@ void offer(const test::Input& input) {
   Arena arenas[2] = {{segment, shape, 0, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured},
                      {segment, shape, 1, std::vector<Bell>(2), {0, 1}, DistanceChoice::kMeasured}};
   PeerMemory memories[2] = {{0, SingleCopyUse::kOff}, {1, SingleCopyUse::kOff}};
-  Task honest = shmCollective({{*pair.mailboxes[0], 1, signature}, arenas[0], memories[0]}, call);
-  Task lying = tell({{*pair.mailboxes[1], 1, signature}, arenas[1], memories[1]}, lie, blob);
-  for (auto& listener : pair.listeners) listener.agreement().begin(1, signature);
+  Task honest = shmCollective({{pair.mailbox(0), 1, signature}, arenas[0], memories[0]}, call);
+  Task faulty =
+      arriveWith({{pair.mailbox(1), 1, signature}, arenas[1], memories[1]}, arrival, blob);
+  for (const int rank : {0, 1}) pair.at(rank, kContext).listener.agreement().begin(1, signature);
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(20'000));
   while (!honest.finished() && !deadline.expired()) {
     step(honest);
-    step(lying);
-    for (auto& mesh : pair.meshes) mesh->progress();
+    step(faulty);
+    pair.turn(1);
   }
   ASSERT(honest.finished());
   if (input.name.starts_with("good-")) EXPECT_OK(honest.result());
-  // What comes of it lies where it was said to be, in what the rank has shared.
-  if (honest.result().ok() && lie.isOffer && lie.rounds == 0 && kind != OpKind::kAllReduce) {
+  // If the collective succeeds, its data is from the offered location in rank 1's region.
+  if (honest.result().ok() && arrival.isOffer && arrival.rounds == 0 &&
+      kind != OpKind::kAllReduce) {
     const auto whole = SharedHeap::process().segmentOf(theirs.region());
     const bool isHad =
         !spans.empty() && spans[0].region == theirs.region() && spans[0].bytes == kTensorBytes;
@@ -385,18 +375,18 @@ void offer(const test::Input& input) {
   for (const char* byte = end; byte < end + kGuardBytes; ++byte) EXPECT(*byte == 0);
 }
 
-// ---- where a window lies ------------------------------------------------------------------------
+// ---- locations of windows -----------------------------------------------------------------------
 
 constexpr size_t kWindowBytes = 1000;
 
-// One word of what a rank tells of its window is another one.
+// A change of one word in a rank's description of its window.
 struct Change {
   uint64_t word = 0;
   uint64_t value = 0;
 };
 
-// The first byte: how the ranks are connected, and whose memory is shared.
-std::string windowsOfNonsense(std::mt19937& random) {
+// The first byte determines how the ranks are connected, and whose memory is shared.
+std::string randomWindows(std::mt19937& random) {
   const uint64_t values[] = {0,
                              1,
                              2,
@@ -418,7 +408,8 @@ std::string windowsOfNonsense(std::mt19937& random) {
   return bytes;
 }
 
-// Runs what a rank runs to open a window, which begins with what it tells the others.
+// Runs the collectives with which a rank opens a window, and changes the first one's input, which
+// is the description of the window.
 class Distorted final : public CollectiveRunner {
  public:
   Distorted(CollectiveRunner& runner, const std::vector<Change>& changes)
@@ -437,7 +428,7 @@ class Distorted final : public CollectiveRunner {
   std::vector<Change> changes_;
 };
 
-// Rank 1 says this of its window; rank 0 puts into it.
+// Rank 1 describes its window with these changes, and rank 0 puts into it.
 void describe(const test::Input& input) {
   if (input.bytes.empty()) return;
   const char places = input.bytes[0];
@@ -484,23 +475,24 @@ void describe(const test::Input& input) {
 
 }  // namespace
 
-TEST(Fuzz, framesOfNonsense) {
-  test::forInputs("frames", 150, nonsense, [](const test::Input& input) {
-    // So that a change of the header's layout does not make the corpus worthless unseen.
+TEST(Fuzz, invalidFrames) {
+  test::forInputs("frames", 150, randomFrames, [](const test::Input& input) {
+    // Good inputs must succeed. They fail if the layout of the header changes, and with it the
+    // meaning of the corpus.
     const bool isGood = input.name.starts_with("good-");
-    say(input.bytes, TransportChoice::kAuto, isGood);
-    say(input.bytes, TransportChoice::kTcp, isGood && !input.name.ends_with("-in-place"));
-    // By all sockets the same.
-    say(input.bytes, TransportChoice::kTcp, false, 3);
+    sendFrames(input.bytes, TransportChoice::kAuto, isGood);
+    sendFrames(input.bytes, TransportChoice::kTcp, isGood && !input.name.ends_with("-in-place"));
+    // All sockets deliver the same bytes.
+    sendFrames(input.bytes, TransportChoice::kTcp, false, 3);
   });
 }
 
-// The address of an invitation's sender may be unknown, so that nothing can answer it.
-TEST(Fuzz, onlyInvitationsComeToAReception) {
+// A reception may not know the address of the sender of an invitation, and then it cannot answer.
+TEST(Fuzz, aReceptionAcceptsOnlyInvitations) {
   struct Handler final : EventHandler {
     void handle(const Event& event) override REQUIRES(ioRole) {
       const auto* const lost = std::get_if<PeerLost>(&event);
-      hasAnswered |= lost && lost->uid.empty();  // the answer found no address
+      hasAnswered |= lost && lost->uid.empty();  // an answer was sent to the unknown address
     }
     bool hasAnswered = false;
   } handler;
@@ -513,16 +505,9 @@ TEST(Fuzz, onlyInvitationsComeToAReception) {
       frame.context = kContext;
       frame.tag = 7;
       const std::string bytes(reinterpret_cast<const char*>(&frame), sizeof(frame));
-      const auto tongue = std::make_shared<Tongue>(bytes);
-      std::shared_ptr<Mesh> meshes[2];
+      const auto tap = std::make_shared<ReplacingTap>(bytes);
+      const test::Meshes world(2, transport, {{1, tap}});
       std::unique_ptr<Mailbox> mailboxes[2];
-      for (int rank = 0; rank < 2; ++rank) {
-        MeshOptions options;
-        options.transport = transport;
-        options.storeHost = "127.0.0.1";
-        if (rank == 1) options.tap = tongue;
-        ASSERT_OK(Mesh::create(options, &meshes[rank]));
-      }
       for (int rank = 0; rank < 2; ++rank) {
         GroupAddress group;
         group.isInvitation = true;
@@ -530,23 +515,18 @@ TEST(Fuzz, onlyInvitationsComeToAReception) {
         group.name = "invitation";
         group.secret = std::string(32, 's');
         group.rank = rank;
-        group.peers = {rank == 0 ? meshes[0]->address() : PeerAddress(), meshes[1]->address()};
-        mailboxes[rank] = std::make_unique<Mailbox>(meshes[rank], group, &handler);
+        group.peers = {rank == 0 ? world.addresses[0] : PeerAddress(), world.addresses[1]};
+        mailboxes[rank] = std::make_unique<Mailbox>(world.all[rank], group, &handler);
         mailboxes[rank]->open();
       }
       mailboxes[0]->notify(1, FrameKind::kInvitation, "");
-      const Deadline deadline = Deadline::after(std::chrono::seconds(60));
-      for (int quiet = 0; quiet < 20 && !deadline.expired();) {
-        const bool moved = meshes[0]->progress() | meshes[1]->progress();
-        quiet = moved || !tongue->isUsed ? 0 : quiet + 1;
-      }
-      EXPECT(tongue->isUsed);
+      turnUntilIdle(world.all, *tap);
       EXPECT(!handler.hasAnswered);
     }
   }
 }
 
-TEST(Fuzz, noMessageIsReceivedByAFrameOfAnUnknownKind) {
+TEST(Fuzz, framesOfUnknownKindsAreRefused) {
   for (const int kind : {0, static_cast<int>(kLastFrameKind) + 1, 255}) {
     FrameHeader frame;
     frame.kind = static_cast<FrameKind>(kind);
@@ -557,21 +537,18 @@ TEST(Fuzz, noMessageIsReceivedByAFrameOfAnUnknownKind) {
     frame.signature = message();
     frame.messageBytes = kBytes;
     Pair pair(TransportChoice::kTcp, 1,
-              std::make_shared<Tongue>(
+              std::make_shared<ReplacingTap>(
                   std::string(reinterpret_cast<const char*>(&frame), sizeof(frame))));
     char word[kBytes] = {};
     Transfer sending, receiving;
-    pair.mailboxes[1]->receive(receiving, 0, MessageClass::kPointToPoint, 7, message(),
-                               {word, kBytes});
-    pair.mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
-    const Deadline deadline = Deadline::after(std::chrono::seconds(60));
-    while (!receiving.isDone() && !deadline.expired()) {
-      for (auto& mesh : pair.meshes) mesh->progress();
-    }
-    EXPECT(receiving.isDone() && receiving.status().code() == Code::kPeerLost);
+    pair.mailbox(1).receive(receiving, 0, MessageClass::kPointToPoint, 7, message(),
+                            {word, kBytes});
+    pair.mailbox(0).send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
+    EXPECT(pair.turnUntil([&] { return receiving.isDone(); }));
+    EXPECT_EQ(receiving.status().code(), Code::kPeerLost);
   }
 }
 
-TEST(Fuzz, offersOfNonsense) { test::forInputs("offers", 100, offersOfNonsense, offer); }
+TEST(Fuzz, invalidOffers) { test::forInputs("offers", 100, randomOffers, offer); }
 
-TEST(Fuzz, windowsOfNonsense) { test::forInputs("windows", 60, windowsOfNonsense, describe); }
+TEST(Fuzz, invalidWindows) { test::forInputs("windows", 60, randomWindows, describe); }

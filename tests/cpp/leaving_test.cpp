@@ -1,4 +1,4 @@
-// Groups that one side has left, or has not made yet, and what that does to the others.
+// Groups that a rank has left or has not joined yet, seen by the other ranks.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "meshes.h"
+#include "passing_link.h"
 #include "resident.h"
 #include "test.h"
 #include "transport/mailbox.h"
@@ -15,18 +16,14 @@
 #include "world.h"
 
 using namespace mycoll;
+using test::forBothLinks;
 using test::Meshes;
 
 namespace {
 
 constexpr auto kMessages = MessageClass::kPointToPoint;
 
-void forBothLinks(const std::function<void(TransportChoice)>& body) {
-  body(TransportChoice::kAuto);
-  body(TransportChoice::kTcp);
-}
-
-// A message of 4 bytes under way.
+// A message of 4 bytes that is being sent.
 struct Word {
   Word(Meshes& world, int from, uint64_t context, int rank) {
     world.at(from, context)
@@ -38,8 +35,9 @@ struct Word {
 
 }  // namespace
 
-// The first word between two processes is for a group that one of them makes much later.
-TEST(Leaving, anOlderGroupVouchesForANewOne) {
+// Two processes share a group. The first message between them is for another group, which its
+// receiver joins later.
+TEST(Leaving, membersOfAGroupConnectForANewGroup) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
@@ -55,8 +53,9 @@ TEST(Leaving, anOlderGroupVouchesForANewOne) {
   });
 }
 
-// ... or that one of them has left, as no link told the other. It learns of it, and no more.
-TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
+// Two processes share two groups, and one of them has left the first. The other one is notified
+// when they connect for the second.
+TEST(Leaving, aDepartureIsReportedByTheFirstConnection) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     for (uint64_t context : {1, 2}) {
@@ -70,10 +69,10 @@ TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
   });
 }
 
-// The group that hears of a departure sends, which lets the peer's own connection in: the attempt
-// that had the news is over at that moment.
-TEST(Leaving, aDepartureMayEndTheAttemptThatHeardOfIt) {
-  Meshes(1, TransportChoice::kTcp).join(0, 1, {0});  // opens what the process keeps
+// A handshake reports a departure. The group then sends a message, for which the mesh accepts the
+// peer's own connection; that ends the attempt whose handshake this is.
+TEST(Leaving, aDepartureMayEndTheAttemptThatReportedIt) {
+  Meshes(1, TransportChoice::kTcp).join(0, 1, {0});  // opens descriptors that the process keeps
   const int before = test::openDescriptors();
   {
     Meshes world(3, TransportChoice::kTcp);
@@ -94,13 +93,13 @@ TEST(Leaving, aDepartureMayEndTheAttemptThatHeardOfIt) {
       mailbox.receive(receiving[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&got[rank], 4});
       mailbox.send(sending[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&values[rank], 4});
       for (int i = 0; i < 20; ++i)
-        world.all[1]->progress();  // answers the first, dials with its own
+        world.all[1]->progress();  // answers rank 0's attempt, and begins its own
     }
     EXPECT(world.turnUntil([&] { return receiving[0].isDone() && receiving[1].isDone(); }));
     EXPECT(got[0] == 8 && got[1] == 7);
     EXPECT(hasCrossed);
   }
-  EXPECT_EQ(test::openDescriptors(), before);  // no attempt goes on without its owner
+  EXPECT_EQ(test::openDescriptors(), before);  // no attempt outlives its mesh
 }
 
 TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {
@@ -110,17 +109,18 @@ TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {
     world.leave(1, 1);
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
-    EXPECT(word.transfer.status().message().find("has left the group") != std::string::npos);
+    EXPECT_CONTAINS(word.transfer.status(), "has left the group");
     EXPECT(world.turnUntil([&] { return !world.all[0]->hasPending(); }, 3000));
     EXPECT_OK(world.at(0, 1).listener.failure());
     EXPECT(!world.all[0]->hasLost(world.addresses[1]));
   });
 }
 
-// Also what belongs to a collective ends with the name of who is gone.
-TEST(Leaving, whatIsLeftToSendNamesWhoHasLeft) {
+// The error of a message of a collective names the rank that has left, too.
+TEST(Leaving, anErrorOfASendNamesTheRankThatHasLeft) {
   forBothLinks([](TransportChoice transport) {
-    for (const size_t bytes : {size_t{4}, size_t{1} << 20}) {  // sent at once, or asked for
+    for (const size_t bytes :
+         {size_t{4}, size_t{1} << 20}) {  // sent immediately, or when asked for
       Meshes world(2, transport);
       for (int process : {0, 1}) world.join(process, 1, {0, 1});
       world.leave(1, 1);
@@ -130,17 +130,17 @@ TEST(Leaving, whatIsLeftToSendNamesWhoHasLeft) {
                                    {data.data(), bytes});
       EXPECT(world.turnUntil([&] { return sending.isDone(); }, 3000));
       EXPECT(sending.status().message().starts_with("mycoll group 'g1': "));
-      EXPECT(sending.status().message().find("rank 1 (") != std::string::npos);
+      EXPECT_CONTAINS(sending.status(), "rank 1 (");
     }
   });
 }
 
 namespace {
 
-// More than a link holds, and than is sent in one turn.
+// More bytes than a link holds, and than are sent in one turn.
 constexpr size_t kLarge = size_t{64} << 20;
 
-// A message under way that needs its receiver.
+// A message that cannot be sent completely before its receiver takes part of it.
 struct Parcel {
   explicit Parcel(Meshes& world) : world(world) {
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
@@ -157,7 +157,7 @@ struct Parcel {
     EXPECT(sending.status().message() == "left");
     EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
     EXPECT(receiving.status().code() == Code::kPeerLost);
-    EXPECT(receiving.status().message().find("has left the group") != std::string::npos);
+    EXPECT_CONTAINS(receiving.status(), "has left the group");
     EXPECT_OK(world.at(1, 1).listener.failure());
     EXPECT(!world.all[1]->hasPending());
   }
@@ -168,8 +168,8 @@ struct Parcel {
 
 }  // namespace
 
-// Its sender leaves, and does not wait for it: the receiver must not, either.
-TEST(Leaving, aMessageThatNobodyReceivesYetLeavesWithItsSender) {
+// The sender leaves before its message is received. The receive ends with an error.
+TEST(Leaving, aMessageWithoutAReceiveIsLostWithItsSender) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     Parcel parcel(world);
@@ -182,7 +182,7 @@ TEST(Leaving, aMessageThatNobodyReceivesYetLeavesWithItsSender) {
   });
 }
 
-TEST(Leaving, aMessageUnderWayLeavesWithItsSender) {
+TEST(Leaving, aMessageUnderWayIsLostWithItsSender) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     Parcel parcel(world);
@@ -195,8 +195,8 @@ TEST(Leaving, aMessageUnderWayLeavesWithItsSender) {
   });
 }
 
-// What has been handed over comes, however late the receiver looks at its link, and though it has
-// heard of the departure, and of the sender's end, before.
+// A message that was sent arrives, even if the receiver reads its link late and has been notified
+// of the sender's departure and end before.
 TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
@@ -220,7 +220,7 @@ TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
 
 namespace {
 
-// A network that is slower in one direction than in the other: what has been sent arrives later.
+// A network that delivers nothing while `isHere` is false.
 class Late final : public LinkTap {
  public:
   bool isHere = false;
@@ -230,29 +230,24 @@ class Late final : public LinkTap {
   }
 
  private:
-  class Receiver final : public LinkReceiver {
+  class Receiver final : public test::PassingReceiver {
    public:
     Receiver(Late& late, std::unique_ptr<LinkReceiver> link)
-        : late_(late), link_(std::move(link)) {}
+        : PassingReceiver(std::move(link)), late_(late) {}
     ssize_t read(void* data, size_t bytes, bool streaming) override {
       return late_.isHere ? link_->read(data, bytes, streaming) : 0;
     }
     bool maybeReadable() const override { return late_.isHere && link_->maybeReadable(); }
-    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
-    void lookAgain() override { link_->lookAgain(); }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
 
    private:
     Late& late_;
-    std::unique_ptr<LinkReceiver> link_;
   };
 };
 
 }  // namespace
 
-// The news of the connection's end overtakes the last message and the goodbye.
-TEST(Leaving, theLastBytesOverTcpAreWaitedFor) {
+// The end of the connection is reported before the last message and the goodbye can be read.
+TEST(Leaving, theLastBytesOverTcpAreRead) {
   const auto late = std::make_shared<Late>();
   late->isHere = true;
   Meshes world(2, TransportChoice::kTcp, {{1, late}});
@@ -277,8 +272,9 @@ TEST(Leaving, theLastBytesOverTcpAreWaitedFor) {
   EXPECT_EQ(world.at(1, 1).listener.gone().size(), 1);
 }
 
-// Longer than strangers are kept waiting: the connection is tried again, and is the same then.
-TEST(Leaving, theOnlyGroupIsMadeLate) {
+// A rank joins its only group later than the limit for strangers. The connection is tried again,
+// and uses shared memory then.
+TEST(Leaving, theOnlyGroupIsJoinedLate) {
   Meshes world(2, TransportChoice::kAuto);
   world.join(0, 1, {0, 1});
   Word word(world, 0, 1, 1);
@@ -289,9 +285,9 @@ TEST(Leaving, theOnlyGroupIsMadeLate) {
   EXPECT(world.isShm(0, 1));  // not TCP instead
 }
 
-// Rank 0 says goodbye to rank 1, and has no connection to rank 2. Rank 2 waits long for another
-// rank, asks rank 0, and finds nobody. That is no failure, until it needs rank 0.
-TEST(Leaving, aSilentPeerMayHaveLeft) {
+// Rank 0 sends a goodbye to rank 1 and has no connection to rank 2. Rank 2, which waits for another
+// rank, asks rank 0 and cannot reach it. That is no failure, until rank 2 needs rank 0.
+TEST(Leaving, aPeerThatCannotBeReachedMayHaveLeft) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(3, transport);
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
@@ -312,13 +308,13 @@ TEST(Leaving, aSilentPeerMayHaveLeft) {
     EXPECT(receiving.isDone());
     world.turn(1);
     EXPECT(listener.failure().code() == Code::kPeerLost);
-    EXPECT(listener.failure().message().find("rank 0 (") != std::string::npos);
+    EXPECT_CONTAINS(listener.failure(), "rank 0 (");
     EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure().ok(); }, 3000));
   });
 }
 
-// The same where rank 2 waits for it, or has something for it.
-TEST(Leaving, aPeerThatIsNeededIsLostAtOnce) {
+// As above, but rank 2 has a receive from rank 0, or a message for it.
+TEST(Leaving, aPeerThatIsNeededIsLostImmediately) {
   forBothLinks([](TransportChoice transport) {
     for (const bool isSend : {true, false}) {
       Meshes world(3, transport);
@@ -341,14 +337,20 @@ TEST(Leaving, aPeerThatIsNeededIsLostAtOnce) {
   });
 }
 
-// Also a group that is made afterwards, while another one still names the peer.
-TEST(Leaving, aGroupThatIsMadeLaterHearsOfTheLoss) {
+// A group that a rank joins after the loss of a peer fails, too, while another group still contains
+// that peer.
+TEST(Leaving, aGroupThatIsJoinedLaterKnowsTheLoss) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(3, transport);
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
     ASSERT(world.talk(0, 1, 1, 0, 1));
+    int got = 0;
+    Transfer receiving;
+    world.at(0, 1).mailbox->receive(receiving, 1, kMessages, 77, Meshes::word(4), {&got, 4});
     world.end(1);
-    EXPECT(world.turnUntil([&] { return !world.at(0, 1).listener.failure().ok(); }, 3000));
+    EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
+    EXPECT_EQ(receiving.status().code(), Code::kPeerLost);
+    EXPECT_EQ(world.at(0, 1).listener.failure().code(), Code::kPeerLost);
     world.join(0, 2, {2, 0, 1});
     world.turn(1);
     EXPECT(world.at(0, 2).listener.failure().code() == Code::kPeerLost);
@@ -359,11 +361,11 @@ TEST(Leaving, aGroupThatIsMadeLaterHearsOfTheLoss) {
   });
 }
 
-// Rank 0 ends because of a failure during the handshake with rank 2, and rank 1 tells why a moment
-// later. That, and not that rank 0 does not answer, is what rank 2 reports.
-TEST(Leaving, theFirstCauseIsWaitedForDuringTheHandshake) {
+// Rank 0 ends because of a failure during the handshake with rank 2, and rank 1 sends the cause a
+// moment later. Rank 2 reports that cause, and not that rank 0 does not answer.
+TEST(Leaving, theFirstCauseIsReportedDuringTheHandshake) {
   forBothLinks([](TransportChoice transport) {
-    for (const int turns : {0, 2000}) {  // before and after it has seen who is there
+    for (const int turns : {0, 2000}) {  // before and after rank 0 has read rank 2's hello
       Meshes world(3, transport);
       for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
       int value = 0;
@@ -379,9 +381,9 @@ TEST(Leaving, theFirstCauseIsWaitedForDuringTheHandshake) {
   });
 }
 
-// Rank 1 has heard of a failure, and leaves without a connection to rank 0. When that makes one, it
-// hears why before it hears that rank 1 has left.
-TEST(Leaving, theFirstCauseComesBeforeTheGoodbye) {
+// Rank 1 knows of a failure and leaves without a connection to rank 0. When rank 0 connects, it
+// receives the cause of the failure before the goodbye.
+TEST(Leaving, theFirstCauseIsSentBeforeTheGoodbye) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
@@ -394,32 +396,35 @@ TEST(Leaving, theFirstCauseComesBeforeTheGoodbye) {
   });
 }
 
-// There was no connection when the group was left; with the first one for another group the news
-// comes, whoever makes it. Or that process's end would be a loss to the group.
+// Without a connection when a rank leaves a group, its goodbye is sent over the first connection
+// for another group, whichever of the two connects. Then the end of its process is no loss to the
+// group.
 TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
   forBothLinks([](TransportChoice transport) {
-    for (const bool comes : {true, false}) {
+    for (const bool connects : {true, false}) {
       Meshes world(2, transport);
       for (uint64_t context : {1, 2}) {
         for (int process : {0, 1}) world.join(process, context, {0, 1});
       }
       world.leave(1, 2);
-      EXPECT(comes ? world.talk(0, 1, 1, 0, 1) : world.talk(1, 0, 1, 1, 0));
+      EXPECT(connects ? world.talk(0, 1, 1, 0, 1) : world.talk(1, 0, 1, 1, 0));
       const test::Listener& listener = world.at(0, 2).listener;
       EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
       world.leave(1, 1);
       world.turn();
       world.end(1);
       world.turn();
-      EXPECT_OK(listener.failure());
-      EXPECT_EQ(listener.gone().size(), 1);
+      for (const uint64_t context : {1, 2}) {
+        EXPECT_OK(world.at(0, context).listener.failure());
+        EXPECT(world.at(0, context).listener.gone() == std::vector<int>{1});
+      }
     }
   });
 }
 
-// Of many groups that were left the goodbyes are not all kept. A rank that still waits in one of
-// the older ones hears of it when it asks.
-TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
+// Not all goodbyes of many groups are kept. A rank that still waits in one of the older groups is
+// notified when it asks.
+TEST(Leaving, aGoodbyeThatWasNotKeptIsSentOnRequest) {
   forBothLinks([](TransportChoice transport) {
     constexpr uint64_t kStays = 1, kFirst = 2, kLast = 102;
     Meshes world(2, transport);
@@ -438,18 +443,18 @@ TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
     first.agreement().sendArrived({1});
     EXPECT(world.turnUntil([&] { return !first.gone().empty(); }, 3000));
     EXPECT_OK(first.failure());
-    // A message that its receiver is to ask for: its sender waits for that.
+    // A message that is sent when its receiver asks for it.
     std::vector<char> large(4 * 1024 * 1024);
     Transfer sending;
     world.at(0, kFirst + 1)
         .mailbox->send(sending, 1, kMessages, 77, Meshes::word(large.size()),
                        {large.data(), large.size()});
     EXPECT(world.turnUntil([&] { return sending.isDone(); }, 3000));
-    EXPECT(sending.status().message().find("has left the group") != std::string::npos);
+    EXPECT_CONTAINS(sending.status(), "has left the group");
   });
 }
 
-// The ranks of a host share an arena, and most of them no connection.
+// The ranks of a host share an arena, and most pairs of them have no connection.
 TEST(Leaving, groupsThatWereLeftTakeNoMemory) {
   const int groups = test::isShort() ? 400 : 10'000;
   const auto store = std::make_shared<test::MemoryStore>();
@@ -467,7 +472,7 @@ TEST(Leaving, groupsThatWereLeftTakeNoMemory) {
       meet();
     };
     for (int i = 0; i < groups; ++i) {
-      if (i % 100 == 0) meet();  // goodbyes are not far ahead of the groups that they are for
+      if (i % 100 == 0) meet();  // no rank is far ahead of the others
       if (i == groups / 2) measure(&before);
       const auto group = Communicator::derive(*stays, " " + std::to_string(i), false);
       group->close(Deadline::after(std::chrono::seconds(2)));
@@ -478,9 +483,9 @@ TEST(Leaving, groupsThatWereLeftTakeNoMemory) {
   if (!test::kKeepsFreedMemory) EXPECT(after <= before + 3);
 }
 
-// Rank 0 leaves its last group at any moment of the handshake with rank 2, which only asks how it
-// is, and ends soon after. That it has left comes with the connection, or it is found not to listen
-// any more.
+// Rank 0 leaves its last group at any moment of the handshake with rank 2, which only asks for its
+// state, and ends soon after. Rank 2 receives the goodbye over the connection, or finds that rank 0
+// no longer accepts connections.
 TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
   auto ask = [](Meshes& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
@@ -488,7 +493,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
     world.at(2, 1).listener.agreement().sendArrived({});
   };
   forBothLinks([&](TransportChoice transport) {
-    int last = 0;  // when it has been asked, and answers
+    int last = 0;  // the turn in which rank 0 has been asked, and answers
     {
       Meshes world(3, transport);
       ask(world);
@@ -514,8 +519,8 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
   });
 }
 
-// A peer that ends after the last group with it was left leaves nothing behind, as one that ends
-// before.
+// The connection to a peer that has ended is closed and forgotten, whether the peer ended before or
+// after the last group with it was left.
 TEST(Leaving, aPeerThatEndsAfterTheLastGroupIsForgotten) {
   forBothLinks([](TransportChoice transport) {
     for (const bool endsFirst : {true, false}) {

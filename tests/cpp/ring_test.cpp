@@ -1,5 +1,5 @@
-// Links inside a host: what is written comes out, whatever the pieces, and however the laps of the
-// ring grow.
+// Links inside a host deliver what is written, whatever the pieces, and while the laps of the ring
+// grow.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -17,7 +17,7 @@ using namespace mycoll;
 
 namespace {
 
-// Both ends of a link, in one thread, and a stream of known bytes between them.
+// Both ends of a link in one thread, and a stream of known bytes between them.
 struct Pair {
   explicit Pair(DistanceChoice distance) {
     ASSERT(Segment::create(ringSegmentBytes(), &segment).ok());
@@ -29,9 +29,9 @@ struct Pair {
         segment, RingSide::kTaker, std::make_shared<const Fd>(sockets[1]), Bell(), distance);
   }
 
-  // A period that no size in here shares.
+  // The stream repeats after a prime number of bytes.
   static constexpr size_t kPeriod = 1'000'003;
-  // From this place of the stream on, kPeriod bytes at least.
+  // Returns at least kPeriod bytes of the stream, from this place.
   static char* from(uint64_t place) {
     static std::vector<char>* const kBytes = [] {
       auto* const bytes = new std::vector<char>(2 * kPeriod);
@@ -74,11 +74,11 @@ struct Pair {
   std::unique_ptr<ShmReceiver> receiver;
   uint64_t written = 0;
   uint64_t consumed = 0;
-  uint64_t wrong = 0;  // reads
+  uint64_t wrong = 0;  // the number of wrong reads
   std::vector<char> target = std::vector<char>(kPeriod);
 };
 
-constexpr size_t kHeader = 16 * 1024;  // what the ring's header may take, at most
+constexpr size_t kHeader = 16 * 1024;  // the most bytes of the ring's header
 
 }  // namespace
 
@@ -117,7 +117,7 @@ TEST(Ring, takesAtMostOneLap) {
   };
   EXPECT_EQ(fill(), kShortLap);
   EXPECT_EQ(link.read(1, false), size_t{1});
-  // At the end of a lap there is room, and more to come than a little: the next ones are long.
+  // At the end of a lap there is room and much data, so the next laps are long.
   EXPECT_EQ(fill(), kLongLap - kShortLap + 1);
   for (int i = 0; i < 3; ++i) {
     EXPECT_EQ(drain(), kLongLap);
@@ -146,9 +146,9 @@ TEST(Ring, growsForLargeMessagesBetweenNearProcessesOnly) {
 
 TEST(Ring, measuresHowNearItsEndsAre) {
 #if defined(__SANITIZE_THREAD__)
-  SKIP("a lap takes too long under TSan to tell near from far");
+  SKIP("a lap takes too long under TSan to distinguish near from far");
 #endif
-  // One thread is near itself, if nothing comes between.
+  // A thread is near itself, but another program may interrupt some laps.
   Pair link(DistanceChoice::kMeasured);
   const auto* const header = reinterpret_cast<const RingHeader*>(link.segment->data());
   EXPECT_EQ(header->areNear.load(), 0U);
@@ -162,8 +162,8 @@ TEST(Ring, measuresHowNearItsEndsAre) {
   EXPECT_EQ(link.wrong, uint64_t{0});
 }
 
-// A peer that writes nonsense into the header gets nonsense, not memory beyond the ring.
-TEST(Ring, nonsenseInTheHeaderStaysInTheRing) {
+// If a peer writes invalid values into the header, no memory beyond the ring is read.
+TEST(Ring, anInvalidHeaderReadsNothingBeyondTheRing) {
   for (const uint64_t head : {uint64_t{1} << 40, ~uint64_t{0}, uint64_t{kLongLap} * 3 + 5}) {
     Pair link(DistanceChoice::kMeasured);
     auto* const header = reinterpret_cast<RingHeader*>(link.segment->data());

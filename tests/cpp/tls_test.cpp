@@ -1,4 +1,4 @@
-// transport/tcp/tls: what arrives on an encrypted socket is what was sent, or an error.
+// Encrypted sockets: they deliver the bytes that were sent, or an error.
 #include "transport/tcp/tls.h"
 
 #include <dlfcn.h>
@@ -13,7 +13,6 @@
 
 #include "base/fd.h"
 #include "base/sha256.h"
-#include "processes.h"
 #include "test.h"
 
 using namespace mycoll;
@@ -22,7 +21,7 @@ namespace {
 
 constexpr char kSecret[] = "a secret of the job";
 
-// What is loaded instead of OpenSSL: another library, or nothing.
+// The library that is loaded as OpenSSL.
 const char* insteadOfOpenSsl = "libssl.so.3";
 int loads = 0;
 
@@ -39,7 +38,7 @@ void makePair(Fd* one, Fd* other) {
   *other = Fd(sockets[1]);
 }
 
-// Two encrypted sockets and, between them, somebody who reads and changes what passes.
+// Two encrypted sockets, and an attacker between them that can read and change all bytes.
 struct Line {
   explicit Line(const std::string& secret = kSecret, const std::string& otherSecret = kSecret) {
     makePair(&socket[0], &middle[0]);
@@ -51,14 +50,14 @@ struct Line {
     }
   }
 
-  // What that side has sent and nobody has taken yet.
+  // Takes the bytes that this side has sent.
   std::string take(int side) const {
     std::string bytes(1 << 20, '\0');
     const ssize_t got = recv(middle[side].get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
     bytes.resize(got > 0 ? static_cast<size_t>(got) : 0);
     return bytes;
   }
-  // Gives bytes to that side.
+  // Delivers bytes to this side.
   void give(int side, const std::string& bytes) const {
     ASSERT(::send(middle[side].get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
            static_cast<ssize_t>(bytes.size()));
@@ -78,7 +77,7 @@ struct Line {
       pass();
     }
   }
-  // The records of a message that side 0 sends.
+  // Returns the records of a message from side 0.
   std::string sealed(const std::string& text) const {
     const Span part{const_cast<char*>(text.data()), text.size()};
     ASSERT(end[0]->write(&part, 1) == static_cast<ssize_t>(text.size()));
@@ -92,8 +91,8 @@ struct Line {
     text->resize(got > 0 ? static_cast<size_t>(got) : 0);
     return got;
   }
-  // Whether side 1 reads an error from these bytes, and nothing else. Bytes that look like the
-  // beginning of a longer record are an error once the connection ends.
+  // Whether side 1 reads an error and no data from these bytes. The beginning of a record is an
+  // error when the connection ends.
   bool refuses(const std::string& bytes) {
     std::string text;
     give(1, bytes);
@@ -106,7 +105,7 @@ struct Line {
   }
 
   Fd socket[2], middle[2];
-  std::string waiting[2];  // for room
+  std::string waiting[2];  // bytes that the sockets had no room for
   std::shared_ptr<const Tls> tls[2];
   std::unique_ptr<TlsSocket> end[2];
 };
@@ -120,7 +119,7 @@ extern "C" void* dlopen(const char* name, int flags) {
   return next(isOpenSsl ? insteadOfOpenSsl : name, flags);
 }
 
-// The first test, as a process loads OpenSSL once.
+// This is the first test, because a process loads OpenSSL once.
 TEST(Tls, theErrorNamesThePackage) {
   ASSERT(loads == 0);
   for (const std::string library : {"libnone.so.3", "libm.so.6"}) {
@@ -138,28 +137,6 @@ TEST(Tls, theErrorNamesThePackage) {
   }
 }
 
-TEST(Tls, ciphers) {
-  for (const bool isAesFirst : {true, false}) {
-    Line line;
-    for (const int side : {0, 1}) {
-      ASSERT_OK(Tls::make(kSecret, &line.tls[side], Tls::kRecordsPerKey, isAesFirst));
-      line.end[side] =
-          std::make_unique<TlsSocket>(line.tls[side], line.socket[side].get(), side == 0);
-    }
-    line.shakeHands();
-    for (const int side : {0, 1}) {
-      EXPECT_EQ(line.tls[side]->describe(),
-                isAesFirst ? "TLS 1.3 PSK, AES-128-GCM" : "TLS 1.3 PSK, ChaCha20-Poly1305");
-    }
-    const std::string record = line.sealed("forty-two");
-    line.give(1, record);
-    std::string got;
-    EXPECT_EQ(line.read(1, &got), 9);
-    EXPECT_EQ(got, "forty-two");
-    EXPECT(line.refuses(record));
-  }
-}
-
 TEST(Tls, bytesArriveInOrder) {
   Line line;
   line.shakeHands();
@@ -169,7 +146,7 @@ TEST(Tls, bytesArriveInOrder) {
   EXPECT_EQ(line.tls[0]->describe(), line.tls[1]->describe());
   std::mt19937 random(7);
   for (int round = 0; round < 60; ++round) {
-    // Both directions at a time, in parts of any size; the socket takes less than that.
+    // Both directions at the same time, in parts of any size, of which the socket takes some bytes.
     std::string sent[2], got[2];
     size_t done[2] = {0, 0};
     for (std::string& text : sent) {
@@ -180,7 +157,7 @@ TEST(Tls, bytesArriveInOrder) {
     while (done[0] < sent[0].size() || done[1] < sent[1].size() || got[0].size() < sent[0].size() ||
            got[1].size() < sent[1].size()) {
       for (const int side : {0, 1}) {
-        // Any parts, but the same bytes again: as a sender of frames does.
+        // As a sender of frames does, this offers the remaining bytes again, in other parts.
         const size_t left = sent[side].size() - done[side];
         const size_t first = left == 0 ? 0 : random() % (left + 1);
         const Span parts[2] = {{sent[side].data() + done[side], first},
@@ -209,7 +186,7 @@ TEST(Tls, theSecretMustBeTheSame) {
 }
 
 TEST(Tls, noDowngrade) {
-  // A client that does not encrypt, one that speaks of TLS 1.2 only, and noise.
+  // A client that does not encrypt, one that offers only TLS 1.2, and noise.
   std::string old;
   {
     Line line;
@@ -244,7 +221,7 @@ TEST(Tls, everyFlippedBitIsFound) {
     if (!line.refuses(record)) EXPECT_EQ(bit, ~size_t{0});
   }
   EXPECT(bits >= 8 * (text.size() + 5 + 16));
-  // Unless it is changed, it is read.
+  // The unchanged record is read.
   Line line;
   line.shakeHands();
   line.give(1, line.sealed(text));
@@ -254,7 +231,7 @@ TEST(Tls, everyFlippedBitIsFound) {
 }
 
 TEST(Tls, everyFlippedBitOfTheHandshakeIsFound) {
-  // Also in the flights of the server and of the client that answers it.
+  // The bits of the client's first flight, of the server's flight, and of the client's answer.
   size_t bits[3] = {8, 8, 8};
   for (const int flight : {0, 1, 2}) {
     for (size_t bit = 0; bit < bits[flight]; bit += flight == 0 ? 7 : 3) {
@@ -270,8 +247,8 @@ TEST(Tls, everyFlippedBitOfTheHandshakeIsFound) {
         line.give(1 - side, bytes);
       }
       line.shakeHands();
-      // The handshake fails; or, where a bit means nothing (RFC 8446, 5.1: the version in the
-      // header of a record), it has not changed what both agree on.
+      // The handshake fails, unless the bit has no meaning (RFC 8446, 5.1: the version in the
+      // header of a record). Then both sides still agree.
       const bool isOpen = line.end[0]->shakeHands() == TlsSocket::State::kOpen &&
                           line.end[1]->shakeHands() == TlsSocket::State::kOpen;
       if (!isOpen) continue;
@@ -283,7 +260,7 @@ TEST(Tls, everyFlippedBitOfTheHandshakeIsFound) {
   }
 }
 
-TEST(Tls, recordsOfAnotherPlaceAreRefused) {
+TEST(Tls, misplacedRecordsAreRefused) {
   const auto with =
       [](const std::function<std::string(Line&, const std::string&, const std::string&)>& change) {
         Line line;
@@ -291,11 +268,11 @@ TEST(Tls, recordsOfAnotherPlaceAreRefused) {
         const std::string first = line.sealed("first"), second = line.sealed("second");
         return line.refuses(change(line, first, second));
       };
-  // Dropped, swapped.
+  // A record is dropped, and two are swapped.
   EXPECT(with([](Line&, const std::string&, const std::string& second) { return second; }));
   EXPECT(with(
       [](Line&, const std::string& first, const std::string& second) { return second + first; }));
-  // Repeated.
+  // A record is repeated.
   Line line;
   line.shakeHands();
   const std::string record = line.sealed("first");
@@ -303,7 +280,7 @@ TEST(Tls, recordsOfAnotherPlaceAreRefused) {
   std::string got;
   EXPECT_EQ(line.read(1, &got), 5);
   EXPECT(line.refuses(record));
-  // Of another connection with the same key, and of the other direction.
+  // A record is from another connection with the same key, or from the other direction.
   Line other;
   other.shakeHands();
   EXPECT(
@@ -313,7 +290,7 @@ TEST(Tls, recordsOfAnotherPlaceAreRefused) {
   const Span part{const_cast<char*>("first"), 5};
   EXPECT_EQ(reflected.end[1]->write(&part, 1), 5);
   EXPECT(reflected.refuses(reflected.take(1)));
-  // The beginning of a recorded session.
+  // The beginning of a recorded session is replayed.
   Line recorded, now;
   recorded.end[0]->shakeHands();
   const std::string hello = recorded.take(0);
@@ -328,7 +305,7 @@ TEST(Tls, recordsOfAnotherPlaceAreRefused) {
   EXPECT(now.end[1]->shakeHands() == TlsSocket::State::kFailed);
 }
 
-TEST(Tls, theKeyIsChangedNowAndThen) {
+TEST(Tls, theKeyIsChangedPeriodically) {
   Line line;
   ASSERT_OK(Tls::make(kSecret, &line.tls[0], /*recordsPerKey=*/10));
   line.end[0] =
@@ -338,7 +315,7 @@ TEST(Tls, theKeyIsChangedNowAndThen) {
   for (int i = 1; i <= 100; ++i) {
     const std::string record = line.sealed("word");
     if (i == 1) usual = record.size();
-    changes += record.size() > usual;  // the message that changes the key comes before it
+    changes += record.size() > usual;  // it follows the message that changes the key
     line.give(1, record);
     std::string got;
     ASSERT(line.read(1, &got) == 4);
@@ -347,7 +324,7 @@ TEST(Tls, theKeyIsChangedNowAndThen) {
   EXPECT_EQ(changes, size_t{10});
 }
 
-// OpenSSL's own records on the other end of a TlsSocket.
+// A peer of a TlsSocket that uses OpenSSL.
 class OpenSslPeer {
  public:
   OpenSslPeer(int socket, bool isConnector, bool isAesFirst) {
@@ -428,7 +405,7 @@ TEST(Tls, openSslReadsAndWritesTheSameRecords) {
     for (int message = 0; message < 200; ++message) {
       std::string text(1 + (message % 4 == 0 ? random() % 60'000 : random() % 40), '\0');
       for (char& byte : text) byte = static_cast<char>(random());
-      // Several parts, also empty ones.
+      // Several parts, one of them empty.
       const size_t first = random() % (text.size() + 1);
       const Span parts[3] = {{text.data(), first},
                              {text.data() + first, 0},
@@ -452,7 +429,7 @@ TEST(Tls, openSslReadsAndWritesTheSameRecords) {
   }
 }
 
-TEST(Tls, whatCameBeforeTheEndIsReadAfterAFailureToSend) {
+TEST(Tls, bytesBeforeTheEndAreReadAfterAFailureToSend) {
   Line line;
   line.shakeHands();
   line.give(1, line.sealed("last"));

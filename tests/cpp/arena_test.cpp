@@ -1,5 +1,5 @@
-// The shared memory of a group: that areas are used again when they are free, and that there is
-// room for everybody.
+// The shared memory of a group: areas are reused when they are free, and there is room for all
+// ranks.
 #include "collectives/shm/arena.h"
 
 #include <chrono>
@@ -16,8 +16,8 @@
 using namespace mycoll;
 using namespace test;
 
-// Collectives of no, one and several rounds follow each other in shared memory, with ranks that
-// come late, and one that is slow: nobody fills an area that somebody still reads.
+// Collectives of no, one and several rounds follow each other, and ranks call late. No rank fills
+// an area that another one still reads.
 TEST(Arena, areasAreFilledWhenTheyAreFree) {
   test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
   test::ScopedEnv small("MYCOLL_SMALL_BYTES", "1024");
@@ -59,8 +59,8 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
   }
 }
 
-// However little memory is asked for, there is a slice of an area for each rank, and room for the
-// sizes of what it sends to each.
+// However little memory the user chooses, an area has a slice for each rank, and room for the sizes
+// of what it sends to each rank.
 TEST(Arena, manyRanksFindRoom) {
   test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
   test::ScopedEnv small("MYCOLL_SMALL_BYTES", "0");
@@ -101,8 +101,8 @@ TEST(Arena, manyRanksFindRoom) {
   }
 }
 
-// What a leader offers may be nonsense.
-TEST(Arena, shapesAreJudged) {
+// The shape that another rank sends is checked.
+TEST(Arena, shapesAreChecked) {
   ArenaShape shape;
   shape.ranks = 66;
   EXPECT(shape.isUsable());

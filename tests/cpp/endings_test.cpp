@@ -1,4 +1,4 @@
-// What a rank still does while a failure ends its operations: memory, locks and the log.
+// The memory, the locks and the log of a rank while a failure ends its operations.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,6 +21,7 @@
 #include "collectives/run/run.h"
 #include "engine/membership.h"
 #include "engine/queue.h"
+#include "passing_link.h"
 #include "test.h"
 #include "transport/link.h"
 #include "world.h"
@@ -31,7 +32,7 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Holds back what a rank receives, then lets one thread read a large message, slowly.
+// Holds back what a rank receives, and then lets one thread read a large message slowly.
 class SlowReader final : public LinkTap {
  public:
   enum class Mode { kOpen, kHeldBack, kOneReader, kOver };
@@ -46,10 +47,10 @@ class SlowReader final : public LinkTap {
   }
 
  private:
-  class Receiver final : public LinkReceiver {
+  class Receiver final : public PassingReceiver {
    public:
     Receiver(SlowReader& tap, std::unique_ptr<LinkReceiver> link)
-        : tap_(tap), link_(std::move(link)) {}
+        : PassingReceiver(std::move(link)), tap_(tap) {}
     ssize_t read(void* data, size_t bytes, bool streaming) override {
       const Mode mode = tap_.mode;
       if (mode == Mode::kHeldBack) return 0;
@@ -61,27 +62,22 @@ class SlowReader final : public LinkTap {
       return link_->read(data, bytes, streaming);
     }
     bool maybeReadable() const override { return true; }
-    void lookAgain() override { link_->lookAgain(); }
-    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
 
    private:
     SlowReader& tap_;
-    std::unique_ptr<LinkReceiver> link_;
   };
 };
 
 }  // namespace
 
-// A failure drops a collective whose messages are being received at that moment, by another thread.
-// Nobody else may get the memory that they are received into.
+// A failure drops a collective while another thread receives its messages. The memory that they are
+// received into may not be reused before that ends.
 TEST(Endings, scratchMemoryIsKeptUntilItsReceivesHaveEnded) {
   auto store = std::make_shared<MemoryStore>();
   auto tap = std::make_shared<SlowReader>();
   std::atomic<bool> isShared{false};
   tap->beforeRead = [&](const char* into, size_t bytes) {
-    std::this_thread::sleep_for(500ms);  // the other thread drops the collective meanwhile
+    std::this_thread::sleep_for(500ms);  // in which the other thread drops the collective
     std::vector<ScratchPool::Memory> taken;
     for (int i = 0; i < 4; ++i) {
       taken.push_back(ScratchPool::process().take(bytes));
@@ -106,7 +102,7 @@ TEST(Endings, scratchMemoryIsKeptUntilItsReceivesHaveEnded) {
       while (tap->mode != SlowReader::Mode::kOver) std::this_thread::sleep_for(1ms);
       return group->close(Deadline::after(500ms));
     }
-    // A failure of a later collective leaves this one a second to end well.
+    // If a later collective fails, this one has a second to complete.
     tap->mode = SlowReader::Mode::kHeldBack;
     group->membership().fail(Status(Code::kMismatch, "a later call differs"), false, 2);
     tap->reader = std::this_thread::get_id();
@@ -129,7 +125,7 @@ TEST(Endings, scratchMemoryIsKeptUntilItsReceivesHaveEnded) {
 
 namespace {
 
-// While it lives, stderr is a pipe that is full and that nobody reads.
+// For its lifetime, stderr is a full pipe that is not read.
 class StuckStderr {
  public:
   StuckStderr() {
@@ -149,7 +145,8 @@ class StuckStderr {
     (void)dup2(kept_, STDERR_FILENO);
     for (const int fd : {kept_, ends_[0], ends_[1]}) close(fd);
   }
-  // What has been written since the last call, the first time what filled it.
+  // Returns what was written since the last call. The first call returns the bytes that filled the
+  // pipe.
   std::string read() {
     ASSERT(fcntl(ends_[0], F_SETFL, O_NONBLOCK) == 0);
     std::string text;
@@ -167,51 +164,51 @@ class StuckStderr {
 
 }  // namespace
 
-// The other ranks hear of a failure, and the rank that has failed goes on, before anybody reads its
-// log; the line is there when somebody does.
-TEST(Endings, aLogThatNobodyReadsHoldsUpNobody) {
+// The log of a rank that fails is not read. Nevertheless the other ranks are notified of the
+// failure and the rank continues. The line is in the log when it is read later.
+TEST(Endings, aFullLogBlocksNoRank) {
   for (const Links links : {Links::kShm, Links::kTcp}) {
-    setLogLevel(LogLevel::kError);  // also of failures after the process's first
+    setLogLevel(LogLevel::kError);  // logs failures after the process's first one, too
     StuckStderr stuck;
     runWorld(
         2, links,
         [&](Communicator& group) {
-          ASSERT_OK(run(group, call(OpKind::kBarrier)));
+          ASSERT_OK(barrier(group));
           if (group.rank() == 0) {
             group.fail(Status(Code::kTimeout, "rank 0 has failed"));
             return;
           }
-          const Status status = run(group, call(OpKind::kBarrier));
-          EXPECT(status.message().find("rank 0 has failed") != std::string::npos);
+          const Status status = barrier(group);
+          EXPECT_CONTAINS(status, "rank 0 has failed");
         },
         20'000);
     (void)stuck.read();
     flushLog();
-    EXPECT(stuck.read().find("rank 0 has failed") != std::string::npos);
+    EXPECT_CONTAINS(stuck.read(), "rank 0 has failed");
     setLogLevel(Env::process().logLevel);
   }
 }
 
-// A call that differs ends all later ones, on both ranks, also those that come in the same turn.
-TEST(Endings, noCallSucceedsBehindOneThatDiffers) {
+// A call that differs ends all later ones on both ranks, even those of the same turn.
+TEST(Endings, noCallSucceedsAfterOneThatDiffers) {
   for (int round = 0; round < 20; ++round) {
     runWorld(2, Links::kTcp, [&](Communicator& group) {
-      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      ASSERT_OK(barrier(group));
       std::vector<float> in(2), out(1);
       Call scatter = call(OpKind::kScatter);
       scatter.root = group.rank();  // each rank sends, and waits for nothing
       scatter.in = {{&in[0], sizeof(float)}, {&in[1], sizeof(float)}};
       scatter.out = {{&out[0], sizeof(float)}};
       const Status first = run(group, scatter);
-      const Status second = run(group, call(OpKind::kBarrier));
-      EXPECT(second.message().find("MISMATCH") != std::string::npos);
-      if (!first.ok()) EXPECT(first.message().find("MISMATCH") != std::string::npos);
+      const Status second = barrier(group);
+      EXPECT_CONTAINS(second, "MISMATCH");
+      if (!first.ok()) EXPECT_CONTAINS(first, "MISMATCH");
     });
   }
 }
 
-// What a log cannot take is bounded, and its loss is reported.
-TEST(Endings, linesThatNobodyReadsAreCounted) {
+// Lines that do not fit into the log are kept up to a limit. The log reports how many were dropped.
+TEST(Endings, droppedLinesAreCounted) {
   setLogLevel(LogLevel::kError);
   StuckStderr stuck;
   const std::string text(1000, 'x');
@@ -225,7 +222,7 @@ TEST(Endings, linesThatNobodyReadsAreCounted) {
   const size_t kept = later.size();
   EXPECT(kept > 100'000 && kept < 1'000'000);
   MYCOLL_LOG_ERROR("the end");
-  EXPECT(stuck.read().find("lines before this one were dropped") != std::string::npos);
+  EXPECT_CONTAINS(stuck.read(), "lines before this one were dropped");
   setLogLevel(Env::process().logLevel);
 }
 
@@ -235,7 +232,7 @@ TEST(Endings, operationsEndWithoutTheRunLock) {
   runWorld(
       2, Links::kShm,
       [&seen](Communicator& group) {
-        ASSERT_OK(run(group, call(OpKind::kBarrier)));
+        ASSERT_OK(barrier(group));
         std::vector<int32_t> data(1);
         if (group.rank() == 1) {
           std::this_thread::sleep_for(100ms);
@@ -252,7 +249,7 @@ TEST(Endings, operationsEndWithoutTheRunLock) {
           // It ends when a thread can run the queue.
           std::thread([&] {
             const Status status = group.wait(second, Deadline::after(5s));
-            EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kMismatch));
+            EXPECT_EQ(status.code(), Code::kMismatch);
             seen.set_value();
           }).join();
         });
@@ -262,15 +259,15 @@ TEST(Endings, operationsEndWithoutTheRunLock) {
       20'000);
 }
 
-// A thread that is about to sleep looks at the queue once more. If another one inspects the queue
-// at that moment, the look is made up for when the inspection ends.
-TEST(Endings, aLookThatAnInspectionPreventsIsMadeUpFor) {
+// A thread that is about to sleep checks the queue once more. If another thread inspects the queue
+// at that moment, the sleeping thread is woken when the inspection ends.
+TEST(Endings, theEndOfAnInspectionWakesAThreadThatCouldNotCheck) {
   std::atomic<int> round{0}, arrived{0};
   double least = 1e9;
   runWorld(2, Links::kShm, [&](Communicator& group) {
     constexpr int kRounds = 20;
     for (int i = 1; i <= kRounds; ++i) {
-      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      ASSERT_OK(barrier(group));
       if (group.rank() == 1) {
         while (round < i) std::this_thread::sleep_for(100us);
         const OpPtr op = group.submit(call(OpKind::kBarrier), nullptr, true);

@@ -1,5 +1,5 @@
-// How a group is formed: what it asks of the store, and what happens when a rank dies, comes twice,
-// lies or does not come.
+// How a group is formed: how often it uses the store, and what happens if a rank dies, exists
+// twice, publishes something invalid, or does not call.
 #include "engine/formation.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 #include "engine/invitation.h"
 #include "engine/roster.h"
 #include "engine/round.h"
-#include "passing_sender.h"
+#include "passing_link.h"
 #include "test.h"
 #include "world.h"
 
@@ -33,71 +33,114 @@ using test::Threads;
 
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
-// One rank's view of a store, counted.
-class CountedStore final : public Store {
+// One rank's view of a store. It counts the operations, and calls `afterGet` after each tryGet():
+// to delay it, to change the value, or to return an error.
+class WatchedStore final : public Store {
  public:
-  explicit CountedStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  using AfterGet = std::function<Status(const std::string& key, std::string* value)>;
+  explicit WatchedStore(std::shared_ptr<Store> store, AfterGet afterGet = nullptr)
+      : store_(std::move(store)), afterGet_(std::move(afterGet)) {}
 
   Status set(const std::string& key, const std::string& value) override {
     ++operations;
-    bytes += value.size();
     return store_->set(key, value);
   }
   Status tryGet(const std::string& key, bool* found, std::string* value) override {
     ++operations;
-    const Status status = store_->tryGet(key, found, value);
-    if (*found) bytes += value->size();
-    return status;
+    MYCOLL_RETURN_IF_ERROR(store_->tryGet(key, found, value));
+    if (!*found) value->clear();
+    return afterGet_ ? afterGet_(key, value) : Status();
   }
   Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
                     std::string* now) override {
     ++operations;
-    bytes += value.size();
     return store_->compareSet(key, expected, value, now);
   }
 
-  size_t operations = 0, bytes = 0;
+  size_t operations = 0;
 
  private:
   const std::shared_ptr<Store> store_;
+  const AfterGet afterGet_;
 };
+
+// A store that cannot be read any more once `isClosed`.
+std::shared_ptr<Store> storeUntil(const std::atomic<bool>& isClosed) {
+  return std::make_shared<WatchedStore>(
+      std::make_shared<MemoryStore>(), [&isClosed](const std::string&, std::string*) {
+        return isClosed ? Status(Code::kStore, "closed") : Status();
+      });
+}
+
+// A view of the store in which the process of this rank cannot be seen, as from another host.
+std::shared_ptr<Store> storeElsewhere(const std::shared_ptr<Store>& store, int rank = 0) {
+  const auto hide = [rank](const std::string& key, std::string* value) {
+    Handle handle;
+    if (key != keyOf(rank) || value->empty()) return Status();
+    MYCOLL_RETURN_IF_ERROR(Handle::decode(*value, &handle));
+    handle.address.pidSpace = "elsewhere";
+    *value = handle.encode();
+    return Status();
+  };
+  return std::make_shared<WatchedStore>(store, hide);
+}
 
 std::shared_ptr<Engine> engineOn(const std::string& host,
                                  const std::shared_ptr<LinkTap>& tap = nullptr) {
   MeshOptions mesh;
-  mesh.storeHost = "127.0.0.1";
   mesh.host = host;
   mesh.tap = tap;
-  std::shared_ptr<Engine> engine;
-  ASSERT_OK(Engine::create(mesh, &engine));
-  return engine;
+  return test::makeEngine(mesh);
 }
 
 GroupOptions optionsOf(int rank, int ranks, int timeoutMs = 10'000) {
-  GroupOptions options;
-  options.name = "test";
-  options.rank = rank;
-  options.ranks = ranks;
-  options.timeout = milliseconds(timeoutMs);
-  return options;
+  return test::groupOptions(rank, ranks, timeoutMs);
 }
 
-// A rank that only forms the group, and leaves.
+void waitUntil(const std::function<bool()>& condition) { ASSERT(test::eventually(condition)); }
+
+// The handle that a rank has published; one without a nonce if it has not.
+Handle handleIn(Store& store, int rank) {
+  bool found = false;
+  std::string text;
+  Handle handle;
+  ASSERT_OK(store.tryGet(keyOf(rank), &found, &text));
+  if (found) ASSERT_OK(Handle::decode(text, &handle));
+  return handle;
+}
+
+Handle waitForHandle(Store& store, int rank) {
+  waitUntil([&] { return !handleIn(store, rank).nonce.empty(); });
+  return handleIn(store, rank);
+}
+
+// Waits until a rank has published that it has given up.
+void waitForFailure(Store& store, int rank) {
+  waitUntil([&] { return !handleIn(store, rank).why.empty(); });
+}
+
+// The roster of these ranks. A rank without a nonce is absent.
+Roster rosterOf(uint64_t round, const std::vector<Handle>& handles) {
+  Roster roster;
+  roster.round = round;
+  ASSERT_OK(Handle::freshNonce(&roster.number));
+  std::vector<PeerAddress> peers;
+  for (const Handle& handle : handles) {
+    roster.members.emplace_back().nonce = handle.nonce;
+    roster.members.back().isPublished = !handle.nonce.empty();
+    peers.push_back(handle.address);
+  }
+  roster.peers = std::move(peers);
+  return roster;
+}
+
+// Forms the group as one rank, and leaves it.
 Status formAs(GroupOptions options, const std::shared_ptr<Store>& store,
               const std::string& host = "") {
   std::shared_ptr<Communicator> group;
   const Status status = Communicator::create(std::move(options), store, engineOn(host), &group);
   if (group) group->abort("over");
   return status;
-}
-
-bool says(const std::string& text, const std::string& words) {
-  const bool does = text.find(words) != std::string::npos;
-  if (!does) test::fail(__FILE__, __LINE__, text + "\n  does not say: " + words);
-  return does;
-}
-bool says(const Status& status, const std::string& words) {
-  return says(test::show(status), words);
 }
 
 // Can keep a process from sending anything.
@@ -121,7 +164,8 @@ class CuttingTap final : public LinkTap {
   };
 };
 
-// A rank that the test moves. It ends like a process that has left its groups.
+// A rank whose steps the test calls. Its destructor ends it like a process that has left its
+// groups.
 class Puppet {
  public:
   Puppet(int rank, int ranks, std::shared_ptr<Store> store, const std::string& host = "")
@@ -137,7 +181,13 @@ class Puppet {
   void openReception() {
     ASSERT_OK(Reception::open(engine_->mesh(), handle.nonce, news, &reception_));
   }
-  // Moves bytes until it is done.
+  // Publishes settings with which the other ranks cannot form a group.
+  void publishOtherSettings() {
+    handle.settings = "MYCOLL_PARTIALS=rounded";
+    openReception();
+    publish();
+  }
+  // Calls the mesh until the condition holds.
   void drive(const std::function<bool()>& isDone) {
     const Deadline deadline = Deadline::after(milliseconds(10'000));
     while (!isDone()) {
@@ -159,17 +209,17 @@ class Puppet {
     ASSERT_OK(Roster::decode(message_->text, &roster));
     return roster;
   }
-  // Joins the round that it was invited to last.
+  // Joins the round of the last invitation.
   void join(const Roster& roster) {
     round.reset();
     ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, *message_, roster, news, &round));
   }
-  // As rank 0.
+  // Begins a round as rank 0.
   void begin(const Roster& roster) {
     InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
     ASSERT_OK(Round::open(engine_->mesh(), "test", 0, std::move(message), roster, news, &round));
   }
-  // Until the round has failed.
+  // Waits until the round has failed.
   Status failure() {
     drive([this] { return !round->state().failure.ok(); });
     return round->state().failure;
@@ -206,44 +256,9 @@ std::vector<Status> formAll(int ranks, const std::shared_ptr<Store>& store, int 
   return found;
 }
 
-// The handle of a rank as others read it that cannot see its process.
-class StoreElsewhere final : public Store {
- public:
-  explicit StoreElsewhere(std::shared_ptr<Store> store, int rank = 0)
-      : store_(std::move(store)), key_(keyOf(rank)) {}
-  Status set(const std::string& key, const std::string& value) override {
-    return store_->set(key, value);
-  }
-  Status tryGet(const std::string& key, bool* found, std::string* value) override {
-    MYCOLL_RETURN_IF_ERROR(store_->tryGet(key, found, value));
-    if (!*found || key != key_) return Status();
-    Handle handle;
-    MYCOLL_RETURN_IF_ERROR(Handle::decode(*value, &handle));
-    handle.address.pidSpace = "elsewhere";
-    *value = handle.encode();
-    return Status();
-  }
-
- private:
-  const std::shared_ptr<Store> store_;
-  const std::string key_;
-};
-
-// Counts the ends of connections.
-class CountingTap final : public LinkTap {
- public:
-  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
-    ++links;
-    return link;
-  }
-  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
-
-  std::atomic<int> links{0};
-};
-
 }  // namespace
 
-// A rank that does not wait long uses the store once.
+// Forms a group of a thousand ranks. A rank that does not wait long uses the store once.
 TEST(Formation, aThousandRanks) {
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
   constexpr int kRanks = 200, kOnEach = 8;
@@ -256,15 +271,15 @@ TEST(Formation, aThousandRanks) {
   const auto began = std::chrono::steady_clock::now();
   Threads(kRanks, [&](int rank) {
     const std::shared_ptr<Engine> engine = engineOn(" host " + std::to_string(rank / kOnEach));
-    const auto counted = std::make_shared<CountedStore>(store);
+    const auto counted = std::make_shared<WatchedStore>(store);
     std::shared_ptr<Communicator> group;
     const auto start = std::chrono::steady_clock::now();
     EXPECT_OK(Communicator::create(optionsOf(rank, kRanks, 120'000), counted, engine, &group));
     const auto took = std::chrono::steady_clock::now() - start;
     operations[rank] = counted->operations;
-    // ... and then at most twice a second.
+    // One that waits uses it at most twice a second.
     if (rank != 0) EXPECT(counted->operations <= 1 + static_cast<size_t>(took / milliseconds(450)));
-    // The time that the slowest rank has.
+    // Reports the time of the slowest rank.
     if (++formed == kRanks) {
       printf("    %d ranks, engines included: %.2f s\n", kRanks,
              std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
@@ -281,18 +296,18 @@ TEST(Formation, aThousandRanks) {
 TEST(Formation, makesTheConnectionsOfTheControlTree) {
   constexpr int kRanks = 8;
   const auto store = std::make_shared<MemoryStore>();
-  const auto tap = std::make_shared<CountingTap>();
+  const auto counter = std::make_shared<test::LinkCounter>();
   std::atomic<size_t> operations{0};
   std::latch isFormed(kRanks), isOver(kRanks);
   Threads(kRanks, [&](int rank) {
-    const std::shared_ptr<Engine> engine = engineOn(rank < 4 ? "" : " another host", tap);
-    const auto counted = std::make_shared<CountedStore>(store);
+    const std::shared_ptr<Engine> engine = engineOn(rank < 4 ? "" : " another host", counter);
+    const auto counted = std::make_shared<WatchedStore>(store);
     std::shared_ptr<Communicator> group;
     ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), counted, engine, &group));
     operations += counted->operations;
     isFormed.arrive_and_wait();
     if (rank == 0) {
-      EXPECT_EQ(tap->links.load(), 2 * (kRanks - 1));
+      EXPECT_EQ(counter->links.load(), 2 * (kRanks - 1));
       const Shape shape(hostsOf(group->address()));
       const ControlTree tree(shape);
       for (const int child : tree.childrenOf(0, [](int) { return false; })) {
@@ -307,14 +322,14 @@ TEST(Formation, makesTheConnectionsOfTheControlTree) {
 
 namespace {
 
-// Makes a group of these ranks of the job on each of them. Counts what they ask of the store.
-size_t askedOfTheStore(const std::vector<std::shared_ptr<Engine>>& engines,
+// Makes a group of these ranks of the job. Returns how often they use the store.
+size_t storeOperations(const std::vector<std::shared_ptr<Engine>>& engines,
                        const std::vector<int64_t>& members, const std::string& name,
                        milliseconds late = milliseconds(0)) {
   const auto store = std::make_shared<MemoryStore>();
-  std::atomic<size_t> asked{0};
+  std::atomic<size_t> operations{0};
   Threads(static_cast<int>(members.size()), [&](int rank) {
-    const auto counted = std::make_shared<CountedStore>(store);
+    const auto counted = std::make_shared<WatchedStore>(store);
     GroupOptions options = optionsOf(rank, static_cast<int>(members.size()));
     options.name = name;
     options.globalRanks = members;
@@ -327,9 +342,9 @@ size_t askedOfTheStore(const std::vector<std::shared_ptr<Engine>>& engines,
     Call call;
     call.kind = OpKind::kBarrier;
     EXPECT_OK(group->wait(group->submit(std::move(call), nullptr, true), Deadline::never()));
-    asked += counted->operations;
+    operations += counted->operations;
   });
-  return asked;
+  return operations;
 }
 
 }  // namespace
@@ -345,42 +360,43 @@ TEST(Formation, ranksOfAGroupNeedNoStore) {
   Threads(kRanks, [&](int rank) {
     ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), store, engines[rank], &job[rank]));
   });
-  // On a busy machine it may take a second, after which the store is asked: then once more.
-  const auto isAsked = [&](const std::vector<int64_t>& members, const std::string& name,
-                           int lateMs = 0) {
+  // A rank that waits for a second uses the store. As the machine may be busy, this tries again.
+  const auto needsStore = [&](const std::vector<int64_t>& members, const std::string& name,
+                              int lateMs = 0) {
     for (int attempt = 0; attempt < 5; ++attempt) {
-      if (askedOfTheStore(engines, members, name, milliseconds(lateMs)) == 0) return false;
+      if (storeOperations(engines, members, name, milliseconds(lateMs)) == 0) return false;
     }
     return true;
   };
-  EXPECT(!isAsked({1, 3, 4, 7}, "1"));
-  // Again by the same name, with rank 0 late, and in another order.
-  EXPECT(!isAsked({1, 3, 4, 7}, "1", 300));
-  EXPECT(!isAsked({5, 0, 2}, "2"));
-  EXPECT(!isAsked({0, 1, 2, 3, 4, 5, 6, 7}, "3"));
-  // Rank 0 does not come.
+  EXPECT(!needsStore({1, 3, 4, 7}, "1"));
+  // The same name again, with rank 0 late; then other orders.
+  EXPECT(!needsStore({1, 3, 4, 7}, "1", 300));
+  EXPECT(!needsStore({5, 0, 2}, "2"));
+  EXPECT(!needsStore({0, 1, 2, 3, 4, 5, 6, 7}, "3"));
+  // Rank 0 does not call.
   GroupOptions options = optionsOf(1, 2, 300);
   options.name = "never";
   options.globalRanks = {6, 2};
   std::shared_ptr<Communicator> never;
   const Status late = Communicator::create(options, store, engines[2], &never);
   EXPECT_EQ(late.code(), Code::kTimeout);
-  EXPECT(says(late, "missing: 0"));
-  // It cannot: it has written so to the store.
-  const auto told = std::make_shared<MemoryStore>();
+  EXPECT_CONTAINS(late, "missing: 0");
+  // Rank 0 cannot call, and has written the reason to the store.
+  const auto written = std::make_shared<MemoryStore>();
   options.rank = 0;
-  EXPECT(!reportAbsence(options, *told, Status(Code::kNetwork, "no network here")).ok());
+  EXPECT(!reportAbsence(options, *written, Status(Code::kNetwork, "no network here")).ok());
   options.rank = 1;
   options.timeout = milliseconds(10'000);
-  EXPECT(says(Communicator::create(options, told, engines[2], &never), "no network here"));
-  // Those that have left the job's group know nobody.
+  EXPECT_CONTAINS(Communicator::create(options, written, engines[2], &never), "no network here");
+  // A rank that has left the job's group has no addresses of the others.
   job[3]->close(Deadline::after(milliseconds(100)));
-  EXPECT(askedOfTheStore(engines, {0, 3}, "4") > 0);
-  EXPECT(askedOfTheStore(engines, {3, 0}, "5") > 0);
+  EXPECT(storeOperations(engines, {0, 3}, "4") > 0);
+  EXPECT(storeOperations(engines, {3, 0}, "5") > 0);
 }
 
-// Rank 0, or another one. Its process may live on.
-TEST(Formation, aRankThatHasLeftTheJobIsNotWaitedFor) {
+// A rank has left the job's group, and its process continues. The others report that, and do not
+// wait for it.
+TEST(Formation, aRankThatHasLeftTheJobIsReported) {
   constexpr int kRanks = 3;
   const auto began = std::chrono::steady_clock::now();
   for (const int leaver : {0, 2}) {
@@ -409,23 +425,24 @@ TEST(Formation, aRankThatHasLeftTheJobIsNotWaitedFor) {
         std::shared_ptr<Communicator> group;
         const Status found = Communicator::create(options, next, engines[rank], &group);
         EXPECT_EQ(found.code(), Code::kPeerLost);
-        EXPECT(says(found, "made with rank " + std::to_string(leaver) + ": "));
-        EXPECT(says(found, "has left the group: its program ended"));
+        EXPECT_CONTAINS(found, "made with rank " + std::to_string(leaver) + ": ");
+        EXPECT_CONTAINS(found, "has left the group: its program ended");
       });
     }
   }
   EXPECT(std::chrono::steady_clock::now() - began < milliseconds(30'000));
 }
 
-TEST(Formation, twoGroupsOfOneName) {
+TEST(Formation, aNameMayBeUsedAgain) {
   const auto store = std::make_shared<MemoryStore>();
   for (int life = 0; life < 3; ++life) {
     for (const Status& status : formAll(4, store)) EXPECT_OK(status);
   }
 }
 
-// In the same processes: who was rank 0 finds its own card, and must not be found by it.
-TEST(Formation, ranksMayChangePlaces) {
+// Groups of the same name in the same processes, with other ranks each time. The store contains
+// handles of the earlier groups, which must not be used.
+TEST(Formation, processesMayChangeTheirRanks) {
   const auto store = std::make_shared<MemoryStore>();
   std::atomic<int> met{0};
   Threads(3, [&](int index) {
@@ -439,8 +456,8 @@ TEST(Formation, ranksMayChangePlaces) {
   });
 }
 
-// What a job has left that was killed: nobody is there any more.
-TEST(Formation, aStaleStoreIsWaitedOut) {
+// The store contains a handle of a job that was killed. Its process has ended.
+TEST(Formation, aStaleHandleIsIgnored) {
   const auto store = std::make_shared<MemoryStore>();
   {
     Puppet(0, 5, store).publish();
@@ -457,19 +474,20 @@ TEST(Formation, theMissingAreNamed) {
   const std::vector<Status> found = formAll(4, std::make_shared<MemoryStore>(), 2, 3000);
   for (const int rank : {0, 1, 3}) {
     EXPECT_EQ(found[rank].code(), Code::kTimeout);
-    EXPECT(says(found[rank], "waited for the other ranks of 4; missing: 2."));
+    EXPECT_CONTAINS(found[rank], "waited for the other ranks of 4; missing: 2.");
   }
-  EXPECT(says(formAs(optionsOf(1, 2, 300), std::make_shared<MemoryStore>()), "missing: 0."));
+  EXPECT_CONTAINS(formAs(optionsOf(1, 2, 300), std::make_shared<MemoryStore>()), "missing: 0.");
 }
 
-// Ten times a second by each rank would be much where there are thousands: 30 times here.
-TEST(Formation, aLateRankIsAskedForLessAndLess) {
-  const auto counted = std::make_shared<CountedStore>(std::make_shared<MemoryStore>());
+// A rank that waits polls the store less and less often, because thousands of ranks may wait. Ten
+// times a second would be 30 times here.
+TEST(Formation, aWaitingRankPollsLessAndLess) {
+  const auto counted = std::make_shared<WatchedStore>(std::make_shared<MemoryStore>());
   EXPECT_EQ(formAs(optionsOf(1, 2, 3000), counted).code(), Code::kTimeout);
   EXPECT(counted->operations <= 24);
 }
 
-// A first deadline ends it for all: nobody waits for who does not wait.
+// The first deadline of a rank ends the formation for all.
 TEST(Formation, theFirstDeadlineEndsItForAll) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(2);
@@ -478,14 +496,14 @@ TEST(Formation, theFirstDeadlineEndsItForAll) {
     areThere.arrive_and_wait();
     found[rank] = formAs(optionsOf(rank, 3, rank == 1 ? 500 : 60'000), store);
   });
-  for (const Status& status : found) EXPECT(says(status, "after 500ms: rank 1 waited"));
+  for (const Status& status : found) EXPECT_CONTAINS(status, "after 500ms: rank 1 waited");
 }
 
 TEST(Formation, worldSizesThatDifferAreReported) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(3);
   Threads(3, [&](int rank) { found[rank] = formAs(optionsOf(rank, rank == 0 ? 2 : 3), store); });
-  for (const Status& status : found) EXPECT(says(status, "the world sizes must be equal"));
+  for (const Status& status : found) EXPECT_CONTAINS(status, "the world sizes must be equal");
 }
 
 TEST(Formation, aRankTwiceIsReportedToAll) {
@@ -498,55 +516,12 @@ TEST(Formation, aRankTwiceIsReportedToAll) {
     });
     for (const Status& status : found) {
       EXPECT_EQ(status.code(), Code::kStore);
-      EXPECT(says(status, "rank " + std::to_string(twice) + " is taken by"));
+      EXPECT_CONTAINS(status, "rank " + std::to_string(twice) + " is taken by");
     }
   }
 }
 
-// A store whose reads can be held up, or fail: `read` is called after each.
-class SlowStore final : public Store {
- public:
-  using Read = std::function<Status(const std::string& key)>;
-
-  SlowStore(std::shared_ptr<Store> store, Read read)
-      : store_(std::move(store)), read_(std::move(read)) {}
-
-  Status set(const std::string& key, const std::string& value) override {
-    return store_->set(key, value);
-  }
-  Status tryGet(const std::string& key, bool* found, std::string* value) override {
-    const Status status = store_->tryGet(key, found, value);
-    const Status after = read_(key);
-    return status.ok() ? after : status;
-  }
-  Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
-                    std::string* now) override {
-    return store_->compareSet(key, expected, value, now);
-  }
-
- private:
-  const std::shared_ptr<Store> store_;
-  const Read read_;
-};
-
-Handle handleIn(Store& store, int rank) {
-  bool found = false;
-  std::string text;
-  Handle handle;
-  ASSERT_OK(store.tryGet(keyOf(rank), &found, &text));
-  if (found) ASSERT_OK(Handle::decode(text, &handle));
-  return handle;
-}
-
-void waitUntil(const std::function<bool()>& condition) {
-  const Deadline deadline = Deadline::after(milliseconds(10'000));
-  while (!condition()) {
-    ASSERT(!deadline.expired());
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-}
-
-// The first of two processes with one rank gives up between the second one's looks at the store.
+// The first of two processes with one rank gives up between two reads of the store by the second.
 TEST(Formation, aRankTwiceIsReportedWhenTheFirstHasJustGivenUp) {
   const auto store = std::make_shared<MemoryStore>();
   std::atomic<bool> isLooking{false}, isFirstOver{false};
@@ -562,39 +537,34 @@ TEST(Formation, aRankTwiceIsReportedWhenTheFirstHasJustGivenUp) {
       isFirstOver = true;
       return;
     }
-    waitUntil([&] { return !handleIn(*store, 1).nonce.empty(); });
+    (void)waitForHandle(*store, 1);
     if (index == 2) {
-      const auto holdUp = [&](const std::string& key) {
+      const auto delay = [&](const std::string& key, std::string*) {
         if (key != keyOf(1) || isFirstOver) return Status();
         isLooking = true;
         waitUntil([&] { return isFirstOver.load(); });
-        std::this_thread::sleep_for(milliseconds(100));  // until the end of its engine is known
+        std::this_thread::sleep_for(milliseconds(100));  // until the end of its engine is detected
         return Status();
       };
-      found[2] = formAs(optionsOf(1, 3), std::make_shared<SlowStore>(store, holdUp));
+      found[2] = formAs(optionsOf(1, 3), std::make_shared<WatchedStore>(store, delay));
     } else {
       waitUntil([&] { return isFirstOver.load(); });
       found[0] = formAs(optionsOf(0, 3), store);
     }
   });
-  for (const Status& status : found) EXPECT(says(status, "rank 1 is taken by"));
+  for (const Status& status : found) EXPECT_CONTAINS(status, "rank 1 is taken by");
 }
 
-// It takes longer to answer than the second one waits for that.
+// The first of two processes with one rank answers later than the second one waits for an answer.
 TEST(Formation, aRankTwiceIsReportedWhenTheFirstIsSlow) {
   for (const int twice : {0, 1}) {
     const auto store = std::make_shared<MemoryStore>();
     std::vector<Status> found(3);
     Threads(3, [&](int index) {
-      if (index == 1 - twice) {
-        waitUntil([&] { return !handleIn(*store, twice).nonce.empty(); });
-        found[index] = formAs(optionsOf(index, 3), store);
-        return;
-      }
-      GroupOptions options = optionsOf(twice, 3);
-      if (index == 2) {
-        waitUntil([&] { return !handleIn(*store, twice).nonce.empty(); });
-        found[2] = formAs(options, store);
+      GroupOptions options = optionsOf(index == 2 ? twice : index, 3);
+      if (index != twice) {
+        (void)waitForHandle(*store, twice);
+        found[index] = formAs(options, store);
         return;
       }
       options.interrupted = [&, first = std::string()]() mutable {
@@ -606,7 +576,7 @@ TEST(Formation, aRankTwiceIsReportedWhenTheFirstIsSlow) {
       found[index] = formAs(options, store);
     });
     for (const Status& status : found) {
-      EXPECT(says(status, "rank " + std::to_string(twice) + " is taken by"));
+      EXPECT_CONTAINS(status, "rank " + std::to_string(twice) + " is taken by");
     }
   }
 }
@@ -629,7 +599,7 @@ TEST(Formation, isInterrupted) {
         found[index] = formAs(options, store);
       });
       EXPECT_EQ(found[rank].code(), Code::kInterrupted);
-      if (!isAlone) EXPECT(says(found[1 - rank], "interrupted"));
+      if (!isAlone) EXPECT_CONTAINS(found[1 - rank], "interrupted");
     }
   }
 }
@@ -645,57 +615,46 @@ TEST(Formation, aUidOfAnotherLengthIsRefused) {
     stranger.publish();
     const Status status = formAs(optionsOf(0, 2), store);
     EXPECT_EQ(status.code(), Code::kStore);
-    EXPECT(says(status, "mycoll did not write"));
+    EXPECT_CONTAINS(status, "mycoll did not write");
   }
 }
 
-// Ranks whose settings differ would plan differently.
+// Ranks with different settings would make different plans.
 TEST(Formation, settingsThatDifferAreRefused) {
   for (const int other : {0, 1}) {
     const auto store = std::make_shared<MemoryStore>();
     Puppet puppet(other, 2, store);
-    puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
-    puppet.openReception();
-    puppet.publish();
+    puppet.publishOtherSettings();
     const Status status = formAs(optionsOf(1 - other, 2), store);
     EXPECT_EQ(status.code(), Code::kInvalidArgument);
-    EXPECT(says(status, "rank 0 ("));
-    EXPECT(says(status, "rank 1 ("));
-    EXPECT(says(status, "'MYCOLL_PARTIALS=rounded'"));
-    EXPECT(says(status, "'" + Handle::settingsHere() + "'"));
-    EXPECT(says(status, "it must be the same on all ranks"));
-    Handle last;  // the other rank can read why
-    std::string text;
-    bool found = false;
-    ASSERT_OK(store->tryGet(keyOf(1 - other), &found, &text));
-    ASSERT_OK(Handle::decode(text, &last));
-    EXPECT(last.why.find("MYCOLL_PARTIALS=rounded") != std::string::npos);
+    EXPECT_CONTAINS(status, "rank 0 (");
+    EXPECT_CONTAINS(status, "rank 1 (");
+    EXPECT_CONTAINS(status, "'MYCOLL_PARTIALS=rounded'");
+    EXPECT_CONTAINS(status, "'" + Handle::settingsHere() + "'");
+    EXPECT_CONTAINS(status, "it must be the same on all ranks");
+    // The other rank can read the reason in the store.
+    EXPECT_CONTAINS(handleIn(*store, 1 - other).why, "MYCOLL_PARTIALS=rounded");
   }
 }
 
-// Rank 0 serves the store, and fails. A rank that polls as rarely as the longest waits still reads
-// why.
-TEST(Formation, rankZeroLeavesTheStoreOpenForTheOthers) {
+// Rank 0 serves the store, and fails. A rank that polls the store as rarely as any does still reads
+// the reason.
+TEST(Formation, rankZeroKeepsTheStoreOpenForTheOthers) {
   std::atomic<bool> isClosed{false}, isHeldUp{false};
-  const auto store =
-      std::make_shared<SlowStore>(std::make_shared<MemoryStore>(), [&](const std::string& /*key*/) {
-        return isClosed ? Status(Code::kStore, "closed") : Status();
-      });
+  const std::shared_ptr<Store> store = storeUntil(isClosed);
   Puppet puppet(1, 3, store);
-  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
-  puppet.openReception();
-  puppet.publish();
+  puppet.publishOtherSettings();
   std::vector<Status> found(3);
   Threads(3, [&](int index) {
     if (index == 1) return;
     GroupOptions options = optionsOf(index, 3);
     if (index == 2) {
-      // It would look at the store 500 ms after it has come, and does so 900 ms after the failure.
+      // It would read the store 500 ms after its call, and does so 900 ms after the failure.
       options.interrupted = [&, isOver = false]() mutable {
         if (isOver || handleIn(*store, 0).why.empty()) return false;
         const Deadline late = Deadline::after(milliseconds(900));
         while (!late.expired()) std::this_thread::sleep_for(milliseconds(5));
-        // By a machine that has no time for this process.
+        // True if the machine is so busy that this thread overslept.
         isHeldUp = std::chrono::steady_clock::now() - late.when() > milliseconds(100);
         isOver = true;
         return false;
@@ -704,62 +663,55 @@ TEST(Formation, rankZeroLeavesTheStoreOpenForTheOthers) {
     found[index] = formAs(options, store);
     if (index == 0) isClosed = true;
   });
-  EXPECT(says(found[0], "MYCOLL_PARTIALS=rounded"));
-  if (!isHeldUp) EXPECT(says(found[2], "MYCOLL_PARTIALS=rounded"));
+  EXPECT_CONTAINS(found[0], "MYCOLL_PARTIALS=rounded");
+  if (!isHeldUp) EXPECT_CONTAINS(found[2], "MYCOLL_PARTIALS=rounded");
 }
 
-// Rank 0 serves the store, and fails before it has begun a round: the ranks that it would invite
-// find the error there.
+// Rank 0 serves the store, and fails before it has begun a round. The ranks that wait for its
+// invitation read the error in the store.
 TEST(Formation, ranksToBeInvitedReadWhyRankZeroFailed) {
   std::atomic<bool> isClosed{false};
-  const auto store =
-      std::make_shared<SlowStore>(std::make_shared<MemoryStore>(), [&](const std::string& /*key*/) {
-        return isClosed ? Status(Code::kStore, "closed") : Status();
-      });
+  const std::shared_ptr<Store> store = storeUntil(isClosed);
   Puppet puppet(3, 4, store);
-  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
-  puppet.openReception();
-  puppet.publish();
+  puppet.publishOtherSettings();
   std::vector<Status> found(3);
   Threads(4, [&](int rank) {
     if (rank == 3) {
-      // It gives up by itself, as it finds the difference, too.
-      while (handleIn(*store, 0).why.empty()) std::this_thread::sleep_for(milliseconds(1));
+      // This rank finds the difference, too, and gives up.
+      waitForFailure(*store, 0);
       puppet.handle.why = "the settings differ";
       puppet.publish();
       return;
     }
-    while (rank == 0 && (handleIn(*store, 1).nonce.empty() || handleIn(*store, 2).nonce.empty())) {
-      std::this_thread::sleep_for(milliseconds(1));
+    for (const int other : {1, 2}) {
+      if (rank == 0) (void)waitForHandle(*store, other);
     }
     found[rank] = formAs(optionsOf(rank, 4), store);
     if (rank == 0) isClosed = true;
   });
-  for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
+  for (const Status& each : found) EXPECT_CONTAINS(each, "MYCOLL_PARTIALS=rounded");
 }
 
-// A rank on another host comes just after rank 0 has failed, and cannot see that rank 0's process
+// A rank on another host calls just after rank 0 has failed, and cannot see that rank 0's process
 // still runs.
 TEST(Formation, rankZeroNotifiesRanksThatCannotSeeIt) {
   const auto store = std::make_shared<MemoryStore>();
   Puppet puppet(2, 3, store);
-  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
-  puppet.openReception();
-  puppet.publish();
+  puppet.publishOtherSettings();
   std::vector<Status> found(2);
   Threads(2, [&](int rank) {
     if (rank == 0) {
       found[0] = formAs(optionsOf(0, 3), store);
       return;
     }
-    while (handleIn(*store, 0).why.empty()) std::this_thread::sleep_for(milliseconds(1));
-    found[1] = formAs(optionsOf(1, 3), std::make_shared<StoreElsewhere>(store), " elsewhere");
+    waitForFailure(*store, 0);
+    found[1] = formAs(optionsOf(1, 3), storeElsewhere(store), " elsewhere");
   });
-  for (const Status& each : found) EXPECT(says(each, "MYCOLL_PARTIALS=rounded"));
+  for (const Status& each : found) EXPECT_CONTAINS(each, "MYCOLL_PARTIALS=rounded");
 }
 
-// As above, and rank 0 had begun a round, but did not wait until the other rank had joined it.
-TEST(Formation, aRoundMakesRankZeroKnown) {
+// As above, but rank 0 had begun a round, which the other rank had joined or not.
+TEST(Formation, anInvitationShowsThatRankZeroIsNotStale) {
   for (const bool hasJoined : {false, true}) {  // before rank 0 leaves the round
     const auto store = std::make_shared<MemoryStore>();
     Status found;
@@ -772,25 +724,19 @@ TEST(Formation, aRoundMakesRankZeroKnown) {
       }
       Puppet zero(0, 3, store, " elsewhere");
       zero.handle.address.pidSpace = "elsewhere";
-      while (handleIn(*store, 1).nonce.empty()) std::this_thread::sleep_for(milliseconds(1));
-      const Handle member = handleIn(*store, 1);
-      Roster roster;
-      roster.round = 1;
-      ASSERT_OK(Handle::freshNonce(&roster.number));
-      roster.members = {{zero.handle.nonce, true}, {member.nonce, true}, {}};
-      roster.peers = {zero.handle.address, member.address, PeerAddress()};
-      zero.begin(roster);
+      zero.begin(rosterOf(1, {zero.handle, waitForHandle(*store, 1), Handle()}));
       zero.drive([&] { return !hasJoined || zero.round->state().joined[1]; });
       zero.round.reset();
       zero.handle.why = "no descriptors";
       zero.publish();
       zero.drive([&] { return isOver.load(); });
     });
-    EXPECT(says(found, "has given up: no descriptors"));
+    EXPECT_CONTAINS(found, "has given up: no descriptors");
   }
 }
 
-// A rank with children gives up while another rank is missing. Its process lives on.
+// A rank with children in the control tree gives up while another rank is missing. Its process
+// continues.
 TEST(Formation, theSubtreeOfARankThatGivesUpIsNotified) {
   const auto store = std::make_shared<MemoryStore>();
   const std::vector<std::shared_ptr<Engine>> engines = {engineOn(""), engineOn(" elsewhere")};
@@ -809,16 +755,16 @@ TEST(Formation, theSubtreeOfARankThatGivesUpIsNotified) {
       child.join(child.beInvited());
     } while (child.round->parent() != 1);
     hasJoined = true;
-    EXPECT(says(child.failure(), "rank 1 ("));
-    EXPECT(says(child.failure(), "was interrupted by a signal"));
+    EXPECT_CONTAINS(child.failure(), "rank 1 (");
+    EXPECT_CONTAINS(child.failure(), "was interrupted by a signal");
   });
   EXPECT_EQ(found[1].code(), Code::kInterrupted);
   EXPECT_EQ(found[0].code(), Code::kAborted);
-  EXPECT(says(found[0], "rank 1 ("));
+  EXPECT_CONTAINS(found[0], "rank 1 (");
 }
 
 // A rank of a known group is interrupted before rank 0 begins, with a store or without. Its process
-// lives on.
+// continues.
 TEST(Formation, rankZeroIsNotifiedByARankThatItHasNotInvited) {
   constexpr int kRanks = 3;
   for (const bool hasStore : {false, true}) {
@@ -848,8 +794,8 @@ TEST(Formation, rankZeroIsNotifiedByARankThatItHasNotInvited) {
         EXPECT_EQ(found.code(), Code::kInterrupted);
       } else {
         EXPECT_EQ(found.code(), Code::kAborted);
-        EXPECT(says(found, "rank 2 ("));
-        EXPECT(says(found, "was interrupted by a signal"));
+        EXPECT_CONTAINS(found, "rank 2 (");
+        EXPECT_CONTAINS(found, "was interrupted by a signal");
       }
       job->close(Deadline::after(milliseconds(100)));
     });
@@ -860,15 +806,13 @@ TEST(Formation, rankZeroIsNotifiedByARankThatItHasNotInvited) {
 TEST(Formation, isInterruptedAfterAFailure) {
   const auto store = std::make_shared<MemoryStore>();
   Puppet puppet(1, 2, store);
-  puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
-  puppet.openReception();
-  puppet.publish();
+  puppet.publishOtherSettings();
   GroupOptions options = optionsOf(0, 2);
   options.interrupted = [&] { return !handleIn(*store, 0).why.empty(); };
   EXPECT(formAs(options, store).code() == Code::kInterrupted);
 }
 
-// A rank detects that another one is lost, as a group of the two has failed, and gives up.
+// A rank knows that another one is lost, because a group of the two has failed, and gives up.
 TEST(Formation, aReportedLossKeepsItsReason) {
   const auto store = std::make_shared<MemoryStore>();
   Status found;
@@ -881,14 +825,14 @@ TEST(Formation, aReportedLossKeepsItsReason) {
     puppet.join(puppet.beInvited());
     puppet.round->report({1, Round::Report::kGaveUp,
                           Status(Code::kPeerLost, "the group cannot be made with rank 2: killed")});
-    EXPECT(says(puppet.failure(), "rank 2: killed"));
+    EXPECT_CONTAINS(puppet.failure(), "rank 2: killed");
   });
   EXPECT_EQ(found.code(), Code::kPeerLost);
-  EXPECT(says(found, "the group cannot be made with rank 2: killed"));
+  EXPECT_CONTAINS(found, "the group cannot be made with rank 2: killed");
 }
 
-// The end of its connection is all that can be seen of a process elsewhere.
-TEST(Formation, aRankThatEndsIsNotWaitedFor) {
+// The end of a process on another host is seen only as the end of its connection.
+TEST(Formation, theEndOfARankIsReported) {
   for (const bool isLast : {false, true}) {
     const int ranks = isLast ? 3 : 4;
     const auto store = std::make_shared<MemoryStore>();
@@ -900,20 +844,20 @@ TEST(Formation, aRankThatEndsIsNotWaitedFor) {
       }
       Puppet puppet(2, ranks, store, " elsewhere");
       const Roster roster = puppet.beInvited();
-      if (isLast) return puppet.die();  // before it joins, and all others have joined
+      if (isLast) return puppet.die();  // before it joins, when all others have joined
       puppet.join(roster);
       std::this_thread::sleep_for(milliseconds(50));
       puppet.die();
     });
     for (const Status& status : found) {
       EXPECT_EQ(status.code(), Code::kPeerLost);
-      EXPECT(says(status, "rank 2 ("));
-      EXPECT(says(status, "ended before its first call"));
+      EXPECT_CONTAINS(status, "rank 2 (");
+      EXPECT_CONTAINS(status, "ended before its first call");
     }
   }
 }
 
-// Rank 0 ends: the others notice, also those that are not connected to it.
+// All other ranks report the end of rank 0, even those that are not connected to it.
 TEST(Formation, theEndOfRankZeroIsReported) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(4);
@@ -923,26 +867,8 @@ TEST(Formation, theEndOfRankZeroIsReported) {
       return;
     }
     Puppet puppet(0, 5, store);
-    Roster roster;
-    roster.round = 1;
-    ASSERT_OK(Handle::freshNonce(&roster.number));
-    std::vector<PeerAddress> peers(5);
-    for (int each = 0; each < 5; ++each) {
-      Roster::Member& member = roster.members.emplace_back();
-      if (each == 4) continue;
-      Handle handle = puppet.handle;
-      std::string text;
-      for (bool isThere = each == 0; !isThere;) {
-        ASSERT_OK(store->tryGet(keyOf(each), &isThere, &text));
-        if (isThere) ASSERT_OK(Handle::decode(text, &handle));
-      }
-      member.nonce = handle.nonce;
-      peers[each] = handle.address;
-    }
-    roster.peers = std::move(peers);
-    ASSERT_OK(Round::open(puppet.mesh(), "test", 0,
-                          {InvitationMessage::Content::kRoster, roster.encode()}, roster,
-                          puppet.news, &puppet.round));
+    puppet.begin(rosterOf(1, {puppet.handle, waitForHandle(*store, 1), waitForHandle(*store, 2),
+                              waitForHandle(*store, 3), Handle()}));
     puppet.drive([&] {
       const std::vector<bool> joined = puppet.round->state().joined;
       return std::count(joined.begin(), joined.end(), true) == 4;
@@ -950,16 +876,18 @@ TEST(Formation, theEndOfRankZeroIsReported) {
   });
   for (const int rank : {1, 2, 3}) {
     EXPECT_EQ(found[rank].code(), Code::kPeerLost);
-    EXPECT(says(found[rank], "rank 0 ("));
-    // Rank 1 sees that the process, which is its own, is alive.
-    EXPECT(says(found[rank], rank == 1 ? "closed its connection" : "ended before its first call"));
+    EXPECT_CONTAINS(found[rank], "rank 0 (");
+    // Rank 1 sees that rank 0's process, which is its own, is alive.
+    EXPECT_CONTAINS(found[rank],
+                    rank == 1 ? "closed its connection" : "ended before its first call");
   }
-  // If rank 0 lives on, and makes another round, it must not wait for them.
-  for (const int child : {1, 2}) EXPECT(says(handleIn(*store, child).why, "rank 0 ("));
+  // Rank 0 may be alive and begin another round, in which it must not wait for its children.
+  for (const int child : {1, 2}) EXPECT_CONTAINS(handleIn(*store, child).why, "rank 0 (");
 }
 
-// Its process lives on. Its report was lost, as it was sent in a round that rank 0 had ended.
-TEST(Formation, aRankThatHasGivenUpIsNotTakenForAStaleHandle) {
+// A rank gives up and its process continues. Its report was lost, because it was sent in a round
+// that rank 0 had ended.
+TEST(Formation, theHandleOfARankThatHasGivenUpIsNotStale) {
   const auto store = std::make_shared<MemoryStore>();
   std::latch isOver(3), hasGivenUp(1);
   std::vector<Status> found(3);
@@ -979,11 +907,11 @@ TEST(Formation, aRankThatHasGivenUpIsNotTakenForAStaleHandle) {
   });
   for (const int rank : {0, 2}) {
     EXPECT_EQ(found[rank].code(), Code::kPeerLost);
-    EXPECT(says(found[rank], "rank 1 ("));
+    EXPECT_CONTAINS(found[rank], "rank 1 (");
   }
 }
 
-TEST(Formation, aRankMayComeAgain) {
+TEST(Formation, aRankMayCallAgain) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(3);
   Threads(3, [&](int rank) {
@@ -996,9 +924,9 @@ TEST(Formation, aRankMayComeAgain) {
   for (const Status& status : found) EXPECT_OK(status);
 }
 
-// The engine of an earlier group closes its connection after rank 0 has invited it, and the rank
-// comes much later.
-TEST(Formation, theEndOfAnEarlierEngineIsWaitedOut) {
+// Rank 0 invites the engine of an earlier group, which then closes its connection. The rank itself
+// calls much later.
+TEST(Formation, theEndOfAnEarlierEngineIsIgnored) {
   for (const char* host : {"", " elsewhere"}) {
     const auto store = std::make_shared<MemoryStore>();
     std::latch isPublished(1);
@@ -1019,8 +947,8 @@ TEST(Formation, theEndOfAnEarlierEngineIsWaitedOut) {
   }
 }
 
-// A rank does not invite its children in the control tree: rank 0 does.
-TEST(Formation, aSlowRankHoldsUpNoOther) {
+// A rank is too slow to invite its children in the control tree. In the next round, rank 0 does.
+TEST(Formation, aSlowRankDoesNotDelayOthers) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(3);
   Threads(3, [&](int rank) {
@@ -1039,7 +967,7 @@ TEST(Formation, aSlowRankHoldsUpNoOther) {
   EXPECT_OK(found[2]);
 }
 
-// A rank with children joins, and ends while another rank is missing.
+// A rank with children in the control tree joins, and ends while another rank is missing.
 TEST(Formation, theEndOfAParentIsReported) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(3);
@@ -1057,12 +985,13 @@ TEST(Formation, theEndOfAParentIsReported) {
   });
   for (const int rank : {0, 2}) {
     EXPECT_EQ(found[rank].code(), Code::kPeerLost);
-    EXPECT(says(found[rank], "rank 1 ("));
-    EXPECT(says(found[rank], "ended before its first call"));
+    EXPECT_CONTAINS(found[rank], "rank 1 (");
+    EXPECT_CONTAINS(found[rank], "ended before its first call");
   }
 }
 
-// Its process is alive, so this is not of an earlier group.
+// A rank writes to the store why it cannot call. Its process is alive, so that is not of an earlier
+// group.
 TEST(Formation, aRankThatCannotStartIsReported) {
   for (const int culprit : {0, 1}) {
     for (const bool isEarly : {true, false}) {
@@ -1080,13 +1009,13 @@ TEST(Formation, aRankThatCannotStartIsReported) {
                     .ok());
       });
       EXPECT_EQ(found.code(), Code::kStore);
-      EXPECT(says(found, "rank " + std::to_string(culprit) + " ("));
-      EXPECT(says(found, "has given up: no descriptors"));
+      EXPECT_CONTAINS(found, "rank " + std::to_string(culprit) + " (");
+      EXPECT_CONTAINS(found, "has given up: no descriptors");
     }
   }
 }
 
-// It waits until the others, which cannot see its process, have read why.
+// As above, but the others cannot see the rank's process. It waits until they have read the reason.
 TEST(Formation, aRankElsewhereThatCannotStartIsReported) {
   for (const int culprit : {0, 1}) {
     const auto store = std::make_shared<MemoryStore>();
@@ -1098,19 +1027,19 @@ TEST(Formation, aRankElsewhereThatCannotStartIsReported) {
         return;
       }
       std::this_thread::sleep_for(milliseconds(200));
-      const auto seen = std::make_shared<StoreElsewhere>(store, culprit);
-      found[rank] = formAs(optionsOf(rank, 3), seen, " elsewhere");
+      found[rank] = formAs(optionsOf(rank, 3), storeElsewhere(store, culprit), " elsewhere");
     });
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == culprit) continue;
       EXPECT_EQ(found[rank].code(), Code::kStore);
-      EXPECT(says(found[rank], "has given up: no descriptors"));
+      EXPECT_CONTAINS(found[rank], "has given up: no descriptors");
     }
   }
 }
 
-// It may have been of an earlier start, or came much too early.
-TEST(Formation, aTimeoutTellsWhatTheStoreHolds) {
+// A reason in the store that may be of an earlier start is ignored until the timeout, which reports
+// it.
+TEST(Formation, aTimeoutReportsAFailureInTheStore) {
   for (const int culprit : {0, 1}) {
     const auto store = std::make_shared<MemoryStore>();
     Puppet failed(culprit, 2, store);
@@ -1119,8 +1048,8 @@ TEST(Formation, aTimeoutTellsWhatTheStoreHolds) {
     failed.publish();
     const Status found = formAs(optionsOf(1 - culprit, 2, 1500), store);
     EXPECT_EQ(found.code(), Code::kTimeout);
-    EXPECT(says(found, "which may be of an earlier start: "));
-    EXPECT(says(found, "has given up: no descriptors"));
+    EXPECT_CONTAINS(found, "which may be of an earlier start: ");
+    EXPECT_CONTAINS(found, "has given up: no descriptors");
   }
 }
 
@@ -1133,7 +1062,8 @@ TEST(Formation, aHandleOfARankThatGaveUpIsOverwritten) {
   for (const Status& status : formAll(2, store)) EXPECT_OK(status);
 }
 
-// Two ranks may invite a rank: to the latest round, and, later, to the round before.
+// A rank may receive an invitation to the latest round, and then one to the round before, from
+// another rank.
 TEST(Formation, anOldInvitationIsIgnored) {
   const auto store = std::make_shared<MemoryStore>();
   Puppet zero(0, 2, store);
@@ -1148,34 +1078,16 @@ TEST(Formation, anOldInvitationIsIgnored) {
       found = formAs(options, store);
       return;
     }
-    Handle one;
-    zero.drive([&] {
-      std::string text;
-      bool isThere = false;
-      ASSERT_OK(store->tryGet(keyOf(1), &isThere, &text));
-      return isThere && Handle::decode(text, &one).ok();
-    });
-    std::vector<InvitationMessage> messages;
-    std::vector<Roster> rosters;
-    for (const uint64_t number : {1, 2}) {
-      Roster roster;
-      roster.round = number;
-      ASSERT_OK(Handle::freshNonce(&roster.number));
-      for (const Handle& handle : {zero.handle, one}) {
-        roster.members.emplace_back().nonce = handle.nonce;
-        roster.members.back().isPublished = true;
-      }
-      roster.peers = std::vector<PeerAddress>{zero.handle.address, one.address};
-      messages.emplace_back(InvitationMessage::Content::kRoster, roster.encode());
-      rosters.push_back(roster);
-    }
-    ASSERT_OK(Round::open(zero.mesh(), "test", 0, messages[1], rosters[1], zero.news, &zero.round));
+    const Handle one = waitForHandle(*store, 1);
+    const InvitationMessage first(InvitationMessage::Content::kRoster,
+                                  rosterOf(1, {zero.handle, one}).encode());
+    zero.begin(rosterOf(2, {zero.handle, one}));
     std::unique_ptr<Invitation> old, last;
-    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, one.nonce}, messages[0], {}, &old));
+    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, one.nonce}, first, {}, &old));
     // Frames arrive in order, so when this one is refused, the others have arrived.
     std::string unknown;
     ASSERT_OK(Handle::freshNonce(&unknown));
-    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, unknown}, messages[0], {}, &last));
+    ASSERT_OK(Invitation::send(zero.mesh(), {one.address, unknown}, first, {}, &last));
     zero.drive([&] { return last->hasFailed(); });
     haveArrived.count_down();
     zero.drive([&] { return zero.round->state().isFormed; });
@@ -1183,7 +1095,7 @@ TEST(Formation, anOldInvitationIsIgnored) {
   EXPECT_OK(found);
 }
 
-// What a process sends that does not know the nonce is ignored.
+// An invitation with another nonce is ignored.
 TEST(Formation, anInvitationWithoutTheNonceIsIgnored) {
   const auto store = std::make_shared<MemoryStore>();
   Puppet rank(1, 2, store), stranger(0, 2, store);
@@ -1202,7 +1114,7 @@ TEST(Formation, anInvitationWithoutTheNonceIsIgnored) {
   EXPECT(invitation->hasFailed());
 }
 
-// Another MYCOLL_SECRET_FILE: both ranks say so.
+// Both ranks report that their MYCOLL_SECRET_FILE differs.
 TEST(Formation, anotherSecretIsReported) {
   const auto store = std::make_shared<MemoryStore>();
   Puppet rank(1, 2, store);
@@ -1222,10 +1134,11 @@ TEST(Formation, anotherSecretIsReported) {
   const Status status = formAs(optionsOf(0, 2), store);
   mailbox.detach();
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
-  EXPECT(says(status, "seen by rank 0"));
-  EXPECT(says(status, "rank 1 (") && says(status, "cannot be reached"));
-  EXPECT(says(status, "MYCOLL_SECRET_FILE must be the same"));
-  EXPECT(says(formAs(optionsOf(1, 2), store), "MYCOLL_SECRET_FILE must be the same"));
+  EXPECT_CONTAINS(status, "seen by rank 0");
+  EXPECT_CONTAINS(status, "rank 1 (");
+  EXPECT_CONTAINS(status, "cannot be reached");
+  EXPECT_CONTAINS(status, "MYCOLL_SECRET_FILE must be the same");
+  EXPECT_CONTAINS(formAs(optionsOf(1, 2), store), "MYCOLL_SECRET_FILE must be the same");
 }
 
 namespace {

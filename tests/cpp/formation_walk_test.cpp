@@ -1,10 +1,10 @@
-// Groups that are formed while something goes wrong, by a seed: from the store, from an earlier
-// group with and without it, and from handles; ranks come late, and one of them fails in one of
-// many ways. Whatever it is, every rank ends soon, and with an error that names the cause.
+// Forms groups while faults happen that a seed chooses. The ranks are known from the store, from an
+// earlier group with or without the store, or from handles. Some call late, and one of them may
+// fail in one of many ways. Every rank must end soon, with an error that names the cause.
 //
-//   formation_walk_test                              some seeds
-//   SIMULATION_SEEDS=5000 formation_walk_test        many
-//   SIMULATION_SEED=1234 formation_walk_test         one again, as a failure names it
+//   formation_walk_test                              runs some seeds
+//   SIMULATION_SEEDS=5000 formation_walk_test        runs many seeds
+//   SIMULATION_SEED=1234 formation_walk_test         runs the seed that a failure names
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@
 #include "engine/endpoint.h"
 #include "engine/formation.h"
 #include "engine/roster.h"
-#include "passing_sender.h"
+#include "passing_link.h"
 #include "test.h"
 #include "world.h"
 
@@ -39,16 +39,11 @@ using std::chrono::milliseconds;
 using test::MemoryStore;
 
 constexpr milliseconds kTimeout = 20s;
-// From the last event of a seed until all ranks have ended.
+// The longest time from the last event of a seed until all ranks have ended.
 constexpr milliseconds kSoon = 6s;
 constexpr int kAtOnce = 24;
 
-unsigned number(const char* variable, unsigned otherwise) {
-  const char* text = std::getenv(variable);
-  return text ? static_cast<unsigned>(std::strtoul(text, nullptr, 10)) : otherwise;
-}
-
-// Where the ranks know each other from.
+// How the ranks know each other.
 enum class Source { kStore, kParentAndStore, kParent, kHandles };
 constexpr const char* kSourceNames[] = {"store", "parent and store", "parent", "handles"};
 
@@ -56,29 +51,27 @@ enum class Fault {
   kNone,
   kInterrupted,
   kImpatient,       // its timeout is short
-  kDies,            // its network fails at a move
-  kBreaks,          // one of its connections breaks at a move
-  kLeaves,          // it leaves the parent, and does not come; its process lives
-  kLeavesAndComes,  // ... and comes, by the store
-  kEnds,            // it does not come: its process ends
+  kDies,            // its network fails at some write
+  kBreaks,          // one of its connections breaks at some write
+  kLeaves,          // it leaves the parent and does not call; its process continues
+  kLeavesAndCalls,  // it leaves the parent and calls; the others find it in the store
+  kEnds,            // it does not call, as its process ends
   kOtherRoster,     // it calls with other ranks
   kOtherSettings,
   kCannotBegin,  // it calls reportAbsence()
 };
 constexpr const char* kFaultNames[] = {"none",         "interrupted",    "impatient",        "dies",
-                                       "breaks",       "leaves",         "leaves and comes", "ends",
+                                       "breaks",       "leaves",         "leaves and calls", "ends",
                                        "other roster", "other settings", "cannot begin"};
 
-// One rank's network. Called under the mesh's I/O lock, but for plan().
+// One rank's network. Called under the mesh's I/O lock, except plan().
 class Network final : public LinkTap {
  public:
-  // From now on, at the so many-th move: all connections fail, or one.
-  void plan(int move, bool isDeath) {
+  // Counting from now, all connections (isDeath) or one of them fail at this write.
+  void plan(int write, bool isDeath) {
     isDeath_ = isDeath;
-    left_ = move;
+    left_ = write;
   }
-  bool hasFailed() const { return hasFailed_; }
-
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
     auto sender = std::make_unique<Sender>(*this, std::move(link));
     if (isDead_) ::shutdown(sender->fd(), SHUT_RDWR);
@@ -95,7 +88,7 @@ class Network final : public LinkTap {
     ~Sender() override { owner.senders_.erase(this); }
     ssize_t write(const Span* parts, int count) override {
       if (owner.left_ > 0 && --owner.left_ == 0) {
-        owner.hasFailed_ = isBroken = true;
+        isBroken = true;
         owner.isDead_ = owner.isDeath_.load();
         ::shutdown(fd(), SHUT_RDWR);
         for (Sender* each : owner.senders_) {
@@ -108,12 +101,12 @@ class Network final : public LinkTap {
     bool isBroken = false;
   };
 
-  std::atomic<bool> isDeath_{false}, isDead_{false}, hasFailed_{false};
+  std::atomic<bool> isDeath_{false}, isDead_{false};
   std::atomic<int> left_{0};
   std::set<Sender*> senders_;
 };
 
-// What a rank with other settings sees: it publishes them, and reads the others'.
+// The store for a rank with other settings: it changes those in the handles.
 class OddStore final : public Store {
  public:
   explicit OddStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
@@ -152,14 +145,14 @@ struct Script {
   std::vector<int> members;  // of the job, or of all processes, by rank
   std::vector<int> hostOf;   // by rank of the job
   std::vector<TransportChoice> transports;
-  bool isMet = false;                // the job has made a call
-  bool isStale = false;              // the store holds the handles of the job
-  bool isDestroyed = false;          // what is left is destroyed, not only closed
+  bool isMet = false;        // the job has made a call
+  bool isStale = false;      // the store contains the handles of the job
+  bool isDestroyed = false;  // a rank that leaves destroys its group, and does not only close it
   std::vector<milliseconds> delays;  // by rank
-  int odd = 0;
+  int odd = 0;                       // the rank that fails
   milliseconds faultAt{0};
-  int move = 0;
-  bool endsAfterwards = false;  // the process of a rank that has failed
+  int write = 0;                // at which kDies and kBreaks happen
+  bool endsAfterwards = false;  // the process of a rank ends if its call fails
 
   int below(size_t bound) { return static_cast<int>(random() % bound); }
   int ranks() const { return static_cast<int>(members.size()); }
@@ -193,10 +186,10 @@ struct Script {
     odd = below(members.size());
     if (below(3) == 0) odd = 0;
     faultAt = milliseconds(below(3) ? below(static_cast<size_t>(kDelays[below(5)])) : 0);
-    move = 1 + below(below(2) ? 6 : 25);
+    write = 1 + below(below(2) ? 6 : 25);
     endsAfterwards = below(2);
-    // A rank that rank 0 has not called with cannot know whether rank 0 will; and with a parent,
-    // one that takes the number of another rank is not reached.
+    // A rank that rank 0 did not include cannot know whether rank 0 will call with it, too. With a
+    // parent, a rank that uses the number of another rank cannot be reached.
     const bool isUnknown = (source != Source::kStore && odd == 0) ||
                            (hasParent() && odd == ranks() - 1) || ranks() < 3;
     if (fault == Fault::kOtherRoster && isUnknown) fault = Fault::kNone;
@@ -204,7 +197,7 @@ struct Script {
   bool isPossible() const {
     switch (fault) {
       case Fault::kLeaves: return hasParent();
-      case Fault::kLeavesAndComes: return source == Source::kParentAndStore;
+      case Fault::kLeavesAndCalls: return source == Source::kParentAndStore;
       case Fault::kEnds: return source != Source::kStore;
       case Fault::kOtherSettings:
       case Fault::kCannotBegin: return source == Source::kStore;
@@ -215,7 +208,7 @@ struct Script {
     std::string text =
         "seed " + std::to_string(seed) + " (" + kSourceNames[static_cast<int>(source)] + ", " +
         kFaultNames[static_cast<int>(fault)] + " " + std::to_string(odd) + " at " +
-        std::to_string(faultAt.count()) + " ms, move " + std::to_string(move) +
+        std::to_string(faultAt.count()) + " ms, write " + std::to_string(write) +
         (endsAfterwards ? ", ends" : "") + (isMet ? ", met" : "") + (isStale ? ", stale" : "") +
         (isDestroyed ? ", destroyed" : "") + "; member@host+delay";
     for (int rank = 0; rank < ranks(); ++rank) {
@@ -228,10 +221,10 @@ struct Script {
   }
 };
 
-// What becomes of a rank.
-struct Fate {
-  bool isAsked = true;  // whether it has called
-  Status formed, met;   // its call; then a barrier
+// How one rank ends.
+struct Result {
+  bool hasCalled = true;
+  Status formed, met;  // of the formation, and then of a barrier
   milliseconds took{0};
 };
 
@@ -240,7 +233,8 @@ struct Process {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Communicator> job;
   std::unique_ptr<Endpoint> endpoint;
-  std::atomic<int64_t> interruptAt{INT64_MAX};  // once
+  std::atomic<int64_t> interruptAt{INT64_MAX};
+  // Returns true once at that time.
   bool isInterrupted() {
     const int64_t now = Clock::now().time_since_epoch().count();
     int64_t at = interruptAt;
@@ -257,30 +251,22 @@ class World {
       if (endpoint) handles_.push_back(endpoint->handle());
     }
   }
-  std::vector<Fate> run() {
-    std::vector<Fate> fates(script_.members.size());
+  std::vector<Result> run() {
+    std::vector<Result> results(script_.members.size());
     std::latch isOver(script_.ranks());
     began_ = Clock::now();
     test::Threads(script_.ranks(), [&](int rank) {
-      fates[static_cast<size_t>(rank)] = play(rank);
+      results[static_cast<size_t>(rank)] = play(rank);
       isOver.arrive_and_wait();
     });
-    return fates;
-  }
-  bool hasNetworkFailed() const {
-    return std::any_of(all_.begin(), all_.end(),
-                       [](const Process& each) { return each.network->hasFailed(); });
+    return results;
   }
 
  private:
   Process& processOf(int member) { return all_[static_cast<size_t>(member)]; }
 
   GroupOptions optionsOf(Process& process, const std::string& name, int rank, int ranks) const {
-    GroupOptions options;
-    options.name = name;
-    options.rank = rank;
-    options.ranks = ranks;
-    options.timeout = kTimeout;
+    GroupOptions options = test::groupOptions(rank, ranks, kTimeout.count(), name);
     options.interrupted = [&process] { return process.isInterrupted(); };
     return options;
   }
@@ -288,11 +274,10 @@ class World {
   void start(int rank) {
     Process& process = processOf(rank);
     MeshOptions mesh;
-    mesh.storeHost = "127.0.0.1";
     mesh.host = " host " + std::to_string(script_.hostOf[static_cast<size_t>(rank)]);
     mesh.transport = script_.transports[static_cast<size_t>(rank)];
     mesh.tap = process.network;
-    ASSERT_OK(Engine::create(mesh, &process.engine));
+    process.engine = test::makeEngine(mesh);
     const GroupOptions options = optionsOf(process, "job", rank, script_.jobRanks);
     if (script_.source == Source::kHandles) {
       ASSERT_OK(Endpoint::make(options, process.engine, &process.endpoint));
@@ -300,7 +285,7 @@ class World {
     if (!script_.hasParent()) return;
     ASSERT_OK(Communicator::create(options, script_.isStale ? store_ : jobStore_, process.engine,
                                    &process.job));
-    if (script_.isMet) EXPECT_OK(test::run(*process.job, test::call(OpKind::kBarrier)));
+    if (script_.isMet) EXPECT_OK(test::barrier(*process.job));
   }
 
   Status form(int rank, std::shared_ptr<Communicator>* group) {
@@ -311,7 +296,7 @@ class World {
     std::vector<int> members = script_.members;
     std::vector<std::string> handles = handles_;
     if (isOdd(Fault::kOtherRoster)) {
-      const int last = script_.ranks() - 1;  // the highest rank other than this
+      const int last = script_.ranks() - 1;  // this rank omits the highest other one
       const int without = rank == last ? last - 1 : last;
       members.erase(members.begin() + without);
       if (!handles.empty()) handles.erase(handles.begin() + without);
@@ -333,39 +318,39 @@ class World {
     return Status();
   }
 
-  Fate play(int rank) {
+  Result play(int rank) {
     const auto isOdd = [&](Fault fault) { return rank == script_.odd && script_.fault == fault; };
     Process& process = processOf(script_.members[static_cast<size_t>(rank)]);
-    Fate fate;
+    Result result;
     const auto faultAt = began_ + script_.faultAt;
-    if (isOdd(Fault::kLeaves) || isOdd(Fault::kLeavesAndComes) || isOdd(Fault::kEnds)) {
+    if (isOdd(Fault::kLeaves) || isOdd(Fault::kLeavesAndCalls) || isOdd(Fault::kEnds)) {
       std::this_thread::sleep_until(faultAt);
       if (process.job) process.job->close(Deadline::after(100ms), "its program ended");
       if (script_.isDestroyed || isOdd(Fault::kEnds)) process.job.reset();
       if (isOdd(Fault::kEnds)) end(process);
-      fate.isAsked = isOdd(Fault::kLeavesAndComes);
-      if (!fate.isAsked) return fate;
+      result.hasCalled = isOdd(Fault::kLeavesAndCalls);
+      if (!result.hasCalled) return result;
     }
     std::this_thread::sleep_until(began_ + script_.delays[static_cast<size_t>(rank)]);
     if (isOdd(Fault::kInterrupted)) process.interruptAt = faultAt.time_since_epoch().count();
     if (isOdd(Fault::kDies) || isOdd(Fault::kBreaks)) {
-      process.network->plan(script_.move, isOdd(Fault::kDies));
+      process.network->plan(script_.write, isOdd(Fault::kDies));
     }
     if (isOdd(Fault::kCannotBegin)) {
       (void)reportAbsence(optionsOf(process, "next", rank, script_.ranks()), *store_,
                           Status(Code::kInvalidArgument, "no descriptors"));
-      fate.isAsked = false;
-      return fate;
+      result.hasCalled = false;
+      return result;
     }
     std::shared_ptr<Communicator> group;
-    fate.formed = form(rank, &group);
+    result.formed = form(rank, &group);
     process.interruptAt = INT64_MAX;
     if (group) group->setTimeout(kTimeout);
-    if (group) fate.met = test::run(*group, test::call(OpKind::kBarrier));
-    fate.took = std::chrono::duration_cast<milliseconds>(Clock::now() - began_);
+    if (group) result.met = test::barrier(*group);
+    result.took = std::chrono::duration_cast<milliseconds>(Clock::now() - began_);
     if (group) group->close(Deadline::after(100ms));
-    if (!fate.formed.ok() && script_.endsAfterwards) end(process);
-    return fate;
+    if (!result.formed.ok() && script_.endsAfterwards) end(process);
+    return result;
   }
 
   static void end(Process& process) {
@@ -382,22 +367,22 @@ class World {
   Clock::time_point began_;
 };
 
-// What a rank's error is expected to say; empty: no error.
-bool isExpected(const Script& script, int rank, const Fate& fate) {
-  const Status& status = fate.formed.ok() ? fate.met : fate.formed;
+// Whether the script allows this result of a rank.
+bool isExpected(const Script& script, int rank, const Result& result) {
+  const Status& status = result.formed.ok() ? result.met : result.formed;
   const auto says = [&](const std::string& words) {
     return status.message().find(words) != std::string::npos;
   };
   // Hasty ranks may act before they receive the better explanation.
   if (MYCOLL_HASTE > 1) return status.code() != Code::kTimeout || script.fault == Fault::kImpatient;
   const bool namesOdd = says("rank " + std::to_string(script.odd));
-  // It has left the new group, or the process is gone that would have said why.
+  // The rank has left the new group, or the process that would have sent the cause has ended.
   const bool hasLeftNew = status.code() == Code::kPeerLost &&
-                          ((fate.formed.ok() && namesOdd) ||
+                          ((result.formed.ok() && namesOdd) ||
                            (script.source == Source::kHandles && script.endsAfterwards));
   switch (script.fault) {
     case Fault::kNone:
-    case Fault::kLeavesAndComes: return status.ok();
+    case Fault::kLeavesAndCalls: return status.ok();
     case Fault::kInterrupted:
       if (rank == script.odd) return status.ok() || status.code() == Code::kInterrupted;
       return status.ok() || hasLeftNew || (namesOdd && (says("signal") || says("has left while")));
@@ -420,32 +405,32 @@ std::atomic<int> failedWorlds{0};
 void expectAll(unsigned seed) {
   Script script(seed);
   World world(script);
-  const std::vector<Fate> fates = world.run();
+  const std::vector<Result> results = world.run();
   milliseconds last = script.faultAt;
   for (const milliseconds delay : script.delays) last = std::max(last, delay);
   bool isFormed = true, isMet = true, isBad = false;
   std::string text;
   for (int rank = 0; rank < script.ranks(); ++rank) {
-    const Fate& fate = fates[static_cast<size_t>(rank)];
-    if (!fate.isAsked) continue;
-    isFormed &= fate.formed.ok();
-    isMet &= fate.formed.ok() && fate.met.ok();
-    // Nobody can know whether what the store holds is of an earlier start.
+    const Result& result = results[static_cast<size_t>(rank)];
+    if (!result.hasCalled) continue;
+    isFormed &= result.formed.ok();
+    isMet &= result.formed.ok() && result.met.ok();
+    // No rank can know whether a failure in the store is of an earlier start.
     const bool isUnclear =
         script.source == Source::kStore &&
-        std::any_of(fates.begin(), fates.end(), [](const Fate& each) {
+        std::any_of(results.begin(), results.end(), [](const Result& each) {
           return each.formed.message().find("may be of an earlier start") != std::string::npos;
         });
-    const bool isLate = fate.took - last > kSoon && !isUnclear;
-    const bool isOdd = !isExpected(script, rank, fate) && !isUnclear;
+    const bool isLate = result.took - last > kSoon && !isUnclear;
+    const bool isOdd = !isExpected(script, rank, result) && !isUnclear;
     isBad |= isLate || isOdd;
-    text += "\n  rank " + std::to_string(rank) + " after " + std::to_string(fate.took.count()) +
+    text += "\n  rank " + std::to_string(rank) + " after " + std::to_string(result.took.count()) +
             " ms" + (isLate ? " (LATE)" : "") + (isOdd ? " (UNEXPECTED)" : "") + ": " +
-            test::show(fate.formed) + (fate.formed.ok() ? "; " + test::show(fate.met) : "");
+            test::show(result.formed) + (result.formed.ok() ? "; " + test::show(result.met) : "");
   }
-  // Ranks that have made the group without others learn of it at the first call.
-  for (const Fate& fate : fates)
-    isBad |= fate.isAsked && !isFormed && fate.formed.ok() && fate.met.ok();
+  // If the formation failed on some ranks, the first call fails on those that have made the group.
+  for (const Result& result : results)
+    isBad |= result.hasCalled && !isFormed && result.formed.ok() && result.met.ok();
   failedWorlds += !isMet;
   if (isBad) test::fail(__FILE__, __LINE__, script.words() + text);
 }
@@ -454,8 +439,8 @@ void expectAll(unsigned seed) {
 
 TEST(FormationWalk, everyRankEndsAndNamesTheCause) {
   const bool isOne = std::getenv("SIMULATION_SEED") != nullptr;
-  const unsigned first = number("SIMULATION_SEED", 1);
-  const unsigned last = isOne ? first : number("SIMULATION_SEEDS", 16);
+  const auto first = static_cast<unsigned>(test::numberFrom("SIMULATION_SEED", 1));
+  const auto last = isOne ? first : static_cast<unsigned>(test::numberFrom("SIMULATION_SEEDS", 16));
   std::atomic<unsigned> next{first};
   test::Threads(kAtOnce, [&](int) {
     for (unsigned seed = next++; seed <= last; seed = next++) expectAll(seed);

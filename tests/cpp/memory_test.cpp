@@ -1,15 +1,14 @@
-// A thread that gets no memory, an engine's or one that drops a group: each of its allocations
-// fails once. The process lives on, and every call ends, well or with an error.
+// Each allocation of a thread fails once: of an engine's thread, or of one that ends a group. The
+// process continues, and every call ends, with success or an error.
 #include <pthread.h>
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <thread>
 #include <vector>
 
+#include "allocation_hook.h"
 #include "calls.h"
 #include "meshes.h"
 #include "test.h"
@@ -17,8 +16,8 @@
 
 namespace {
 
-// The so many-th allocation of at least so many bytes fails. 0: none. Of all engines' threads, but
-// while some thread says that it is short of memory, of that one.
+// The number of the allocation that fails, 0: none. Counts allocations of at least `leastBytes`: of
+// the engines' threads, or of the threads with lacksMemory if doesAnyLack.
 std::atomic<int> failing{0};
 std::atomic<size_t> leastBytes{0};
 std::atomic<bool> doesAnyLack{false};
@@ -33,29 +32,18 @@ bool isEngineThread() {
   return isKnown;
 }
 
-// Every allocation of a thread that says that it is short of memory fails.
+// All allocations of threads with lacksMemory fail.
 std::atomic<bool> doAllFail{false};
 
-void* allocate(std::size_t bytes) {
+}  // namespace
+
+void test::beforeAllocation(std::size_t bytes) {
   if (doAllFail.load(std::memory_order_relaxed) && lacksMemory) throw std::bad_alloc();
   const bool isCounted = failing.load(std::memory_order_relaxed) > 0 &&
                          bytes >= leastBytes.load(std::memory_order_relaxed) &&
                          (doesAnyLack.load() ? lacksMemory : isEngineThread());
   if (isCounted && failing.fetch_sub(1, std::memory_order_relaxed) == 1) throw std::bad_alloc();
-  if (void* const block = std::malloc(bytes)) return block;
-  throw std::bad_alloc();
 }
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return allocate(bytes); }
-void* operator new[](std::size_t bytes) { return allocate(bytes); }
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
-void operator delete(void* block, const std::nothrow_t&) noexcept { std::free(block); }
-void operator delete(void* block) noexcept { std::free(block); }
-void operator delete[](void* block) noexcept { std::free(block); }
-void operator delete(void* block, std::size_t) noexcept { std::free(block); }
-void operator delete[](void* block, std::size_t) noexcept { std::free(block); }
 
 using namespace test;
 using namespace std::chrono_literals;
@@ -65,8 +53,8 @@ namespace {
 constexpr size_t kSmall = 25, kLarge = 100'000;
 constexpr int kTimeoutMs = 5000;
 
-// The engine's thread alone works on it.
-Status ended(const OpPtr& op) {
+// Waits without helping, so that only the engine's thread works on the operation.
+Status waitFor(const OpPtr& op) {
   while (!op->done()) std::this_thread::sleep_for(50us);
   return op->status();
 }
@@ -76,37 +64,49 @@ void expectNoTimeout(const Status& status, int number) {
   EXPECT_EQ("allocation " + std::to_string(number) + ": " + test::show(status), "");
 }
 
-// Sums and messages of both sizes; true if all ended well.
+// Calls sums and messages of both sizes. Returns true if all succeeded.
 bool play(Communicator& group, int number) {
-  bool isWell = true;
+  bool isOk = true;
   for (const size_t count : {kSmall, kLarge}) {
     std::vector<int32_t> values = input(group.rank(), count);
     Call sum = call(OpKind::kAllReduce);
     sum.in = sum.out = {span(values)};
-    const Status summed = ended(group.submit(std::move(sum), nullptr, false));
+    const Status summed = waitFor(group.submit(std::move(sum), nullptr, false));
     expectNoTimeout(summed, number);
     if (summed.ok()) expectSums(values, 2);
-    isWell &= summed.ok();
+    isOk &= summed.ok();
 
     const int other = 1 - group.rank();
-    std::vector<int32_t> sent = input(group.rank(), count), came(count);
-    const OpPtr sending = group.send({span(sent), other, 7}, nullptr, false);
-    // What comes before its receive is kept.
+    std::vector<int32_t> out = input(group.rank(), count), in(count);
+    const OpPtr sending = group.send({span(out), other, 7}, nullptr, false);
+    // The message usually arrives before its receive is posted, and is buffered.
     std::this_thread::sleep_for(200us);
-    const Status received = ended(group.recv({span(came), other, 7}, nullptr, false));
+    const Status received = waitFor(group.recv({span(in), other, 7}, nullptr, false));
     expectNoTimeout(received, number);
-    if (received.ok()) expectInput(came, other);
-    const Status left = ended(sending);
-    expectNoTimeout(left, number);
-    isWell &= received.ok() && left.ok();
+    if (received.ok()) expectInput(in, other);
+    const Status sent = waitFor(sending);
+    expectNoTimeout(sent, number);
+    isOk &= received.ok() && sent.ok();
   }
-  return isWell;
+  return isOk;
 }
 
 }  // namespace
 
+// Calls body(number) for each number until fewer than that many allocations were made. Returns
+// whether that happened, so that each allocation has failed once.
+bool forEachAllocation(int most, const std::function<void(int number)>& body) {
+  for (int number = 1; number <= most; ++number) {
+    body(number);
+    if (failing.exchange(0) <= 0) continue;
+    std::printf("        %d allocations\n", number - 1);
+    return true;
+  }
+  return false;
+}
+
 TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
-  // Most are lists of this one group, of 16 bytes, which the thread makes whenever it looks round.
+  // The thread allocates a list of 16 bytes, for this one group, in each of its rounds.
   constexpr size_t kNoSuchList = 17;
   struct Round {
     Links links;
@@ -120,12 +120,10 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
                                     {Links::kShm, kNoSuchList, 1000, SingleCopyUse::kOn},
                                     {Links::kShm, kNoSuchList, 1000, SingleCopyUse::kMeasured},
                                     {Links::kTcp, kNoSuchList, 1000}}) {
-    int failed = 0, number = 0;
-    bool isOver = false;
+    int failed = 0;
     leastBytes = bytes;
-    while (!isOver && number < most) {
-      ++number;
-      std::atomic<bool> areWell{true};
+    const bool isOver = forEachAllocation(most, [&](int number) {
+      std::atomic<bool> areOk{true};
       std::atomic<int> ready{0};
       runMeshes(
           2,
@@ -138,20 +136,19 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
             ready.fetch_add(1);
             while (ready.load() < 2) std::this_thread::yield();
             if (group.rank() == 0) failing = number;
-            if (!play(group, number)) areWell = false;
+            if (!play(group, number)) areOk = false;
           },
           kTimeoutMs);
-      isOver = failing.exchange(0) > 0;
-      failed += !areWell;
-    }
-    std::printf("        %d allocations, %d of them ended a call\n", number - 1, failed);
-    if (bytes < kNoSuchList) continue;  // of those there is no end
+      failed += !areOk;
+    });
+    if (bytes < kNoSuchList) continue;  // the number of those has no limit
     EXPECT(isOver);
     EXPECT(failed > 0);
   }
 }
 
-// Also those of which a part has been sent: the rest cannot be kept, and so not be sent.
+// Messages are cancelled without memory. A part of one has been sent, and the rest cannot be kept,
+// so the group fails on both ranks.
 TEST(Memory, messagesAreCancelledWithoutAny) {
   constexpr uint64_t kGroup = 42;
   for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
@@ -178,16 +175,13 @@ TEST(Memory, messagesAreCancelledWithoutAny) {
   }
 }
 
-// Whoever holds it last ends it, the engine's thread or another, and it may not have been left.
+// The thread that releases a group last ends it, whether the rank has left it or not.
 TEST(Memory, everyAllocationOfAGroupsEndMayFail) {
   leastBytes = 1;
   doesAnyLack = true;
   for (const Links links : {Links::kShm, Links::kTcp}) {
     for (const bool isLeft : {true, false}) {
-      int number = 0;
-      bool isOver = false;
-      while (!isOver && number < 1000) {
-        ++number;
+      EXPECT(forEachAllocation(1000, [&](int number) {
         const auto store = std::make_shared<MemoryStore>();
         Threads(2, [&](int rank) {
           std::shared_ptr<Engine> engine;
@@ -200,24 +194,18 @@ TEST(Memory, everyAllocationOfAGroupsEndMayFail) {
           engine.reset();
           lacksMemory = false;
         });
-        isOver = failing.exchange(0) > 0;
-      }
-      std::printf("        %d allocations%s\n", number - 1, isLeft ? "" : ", with leaving");
-      EXPECT(isOver);
+      }));
     }
   }
   doesAnyLack = false;
 }
 
-// One rank finds that the calls differ, with a thread that gets no memory. Its group fails anyway.
+// A thread without memory detects that calls differ. Its group fails nevertheless.
 TEST(Memory, everyAllocationOfAFailureMayFail) {
   leastBytes = 1;
   doesAnyLack = true;
   for (const Links links : {Links::kShm, Links::kTcp}) {
-    int number = 0;
-    bool isOver = false;
-    while (!isOver && number < 1000) {
-      ++number;
+    EXPECT(forEachAllocation(1000, [&](int number) {
       runWorld(
           2, links,
           [&](Communicator& group) {
@@ -241,10 +229,7 @@ TEST(Memory, everyAllocationOfAFailureMayFail) {
             EXPECT(group.hasFailed());
           },
           kTimeoutMs);
-      isOver = failing.exchange(0) > 0;
-    }
-    std::printf("        %d allocations\n", number - 1);
-    EXPECT(isOver);
+    }));
   }
   doesAnyLack = false;
 }

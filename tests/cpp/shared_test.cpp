@@ -1,4 +1,5 @@
-// Shared tensors: the heap that they lie in, and collectives that read them where they lie.
+// Shared tensors: the heap that contains them, and collectives that read them in place. Single
+// copy: collectives and messages that read ordinary tensors of other processes.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -81,7 +82,7 @@ constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,       OpKind::
                              OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
                              OpKind::kAllToAll,  OpKind::kReduceScatter};
 
-// A part for each rank, or from each.
+// Whether the input or the output is a list with a part for each rank.
 bool readsList(OpKind kind) {
   return kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll || kind == OpKind::kScatter;
 }
@@ -89,7 +90,7 @@ bool writesList(OpKind kind) {
   return kind == OpKind::kAllGather || kind == OpKind::kAllToAll || kind == OpKind::kGather;
 }
 
-// count: of a part.
+// count: the number of elements of a part.
 Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Communicator& group,
             int root, bool isInPlace) {
   const bool isRoot = group.rank() == root;
@@ -115,13 +116,13 @@ Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Commun
   return c;
 }
 
-// No process has a descriptor left for what comes.
+// Descriptors that arrive are dropped, as if the process had no number left for them.
 std::atomic<bool> dropsDescriptors{false};
 
-// The most that one call may reserve; what takes more finds no memory.
+// The most bytes that one fallocate() may reserve.
 std::atomic<off_t> mostReserved{INT64_MAX};
 
-// As where memory may not be overcommitted, for a scope.
+// For a scope, memory is reserved as on systems that do not overcommit it.
 class Reserving {
  public:
   Reserving() { Segment::reserveForTest(true); }
@@ -133,13 +134,13 @@ class Reserving {
   Reserving& operator=(const Reserving&) = delete;
 };
 
-// This rank's staging memory, all areas of it: marks them, or counts the bytes that are not as
-// marked.
+// Marks all areas of this rank's staging memory.
 void mark(const Arena& arena) {
   for (uint64_t area = 0; area < arena.shape().areas; ++area) {
     std::memset(arena.bulk(arena.rank(), area), 0x5a, arena.shape().chunkBytes);
   }
 }
+// Counts the bytes that have been written since.
 size_t stagedBytes(const Arena& arena) {
   size_t bytes = 0;
   for (uint64_t area = 0; area < arena.shape().areas; ++area) {
@@ -165,20 +166,20 @@ extern "C" ssize_t recvmsg(int socket, msghdr* message, int flags) {
   return got;
 }
 
-// What the kernel does not permit: reading this process; reading memory of this process, by itself.
+// Faults of process_vm_readv(), by the process that calls it:
+// The kernel refuses reads of other processes, or reads of its own memory.
 std::atomic<bool> refusesReads{false}, refusesOwn{false};
 // The process ends when it begins to read another one.
 std::atomic<bool> endsAtRead{false};
-// The process that is read ends after the first of its data was read.
+// The other process ends after the first of its data was read.
 std::atomic<bool> endsOwner{false};
-// The process that is read is not the peer: its pid was used again.
+// The pid of the other process was reused by a stranger.
 std::atomic<bool> readsStranger{false};
-// Only the head of that process can be read, not its data.
+// Only the head of the other process can be read, not its data.
 std::atomic<bool> losesData{false};
-std::atomic<int> readsOfOthers{0}, readsOfOwn{0};
-
-// This process begins to read others when that one has ended.
+// The process begins to read others when this one has ended.
 const PeerAddress* readsAfterEndOf = nullptr;
+std::atomic<int> readsOfOthers{0}, readsOfOwn{0};
 
 extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long locals,
                                     const iovec* remote, unsigned long remotes,
@@ -211,7 +212,7 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   return next(fd, mode, offset, bytes);
 }
 
-TEST(SharedHeap, blocksAreApartAndUsedAgain) {
+TEST(SharedHeap, blocksAreDisjointAndUsedAgain) {
   SharedHeap& heap = SharedHeap::process();
   std::mt19937 random(7);
   std::map<char*, std::pair<size_t, char>> blocks;
@@ -279,7 +280,7 @@ TEST(SharedHeap, smallBlocksKeepNoLargeRegion) {
   EXPECT(heap.free(small) && heap.free(next));
 }
 
-// Another process reads a region, or has a part of it to write to, and no more.
+// Another process maps a region to read it, or a part of the region to write to it.
 TEST(SharedHeap, otherProcessesMapIt) {
   SharedHeap& heap = SharedHeap::process();
   constexpr size_t kBytes = 10'000;
@@ -305,9 +306,10 @@ TEST(SharedHeap, otherProcessesMapIt) {
     EXPECT_EQ(mappingAt(pages->data()).begin, reinterpret_cast<uintptr_t>(pages->data()) - before);
     pages->data()[0] = 2;
     EXPECT(read->data()[place.offset] == 2);
-    endProcess(startProcess([&] { pages->data()[kBytes - 1] = 3; }));  // a child has it, too
+    endProcess(
+        startProcess([&] { pages->data()[kBytes - 1] = 3; }));  // a child inherits the mapping
 
-    // Descriptors, sizes and places that are invalid are refused, and nothing is mapped.
+    // Invalid descriptors, sizes and places are refused, and nothing is mapped.
     [[maybe_unused]] const size_t mapped = mappings().size();
     pages.reset();
     const auto expectRefused = [&](const std::function<Fd()>& given, size_t bytes, size_t offset,
@@ -342,8 +344,9 @@ TEST(SharedHeap, otherProcessesMapIt) {
   EXPECT(heap.free(block));
 }
 
-// Where memory may not be overcommitted a page that is touched for the first time may not be had.
-TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
+// On systems that do not overcommit memory, the first access to a page could fail. So memory is
+// reserved there.
+TEST(SharedHeap, memoryIsReservedIfNecessary) {
   const auto heldBytes = [](const Segment& segment) {
     struct stat info{};
     ASSERT(fstat(segment.fd(), &info) == 0);
@@ -357,7 +360,7 @@ TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
     reserved.reset();
     ASSERT_OK(Segment::create(9 * kMiB + 4096, &reserved, useHugePages));
     EXPECT(heldBytes(*reserved) >= 9 * kMiB + 4096);
-    reserved->discard(0, kMiB);  // others may still write there
+    reserved->discard(0, kMiB);  // keeps the reservation, as others may still write there
     EXPECT(heldBytes(*reserved) >= 9 * kMiB + 4096);
   }
   lazy->data()[0] = 1;
@@ -365,12 +368,13 @@ TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
   EXPECT_EQ(heldBytes(*lazy), 0u);
 }
 
-// Memory cannot be reserved: the heap reports that, and groups and messages do without it.
-TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
+// If memory cannot be reserved, the heap reports that, and groups and messages work without shared
+// memory.
+TEST(SharedHeap, groupsWorkWithoutReservedMemory) {
   const Reserving reserving;
   for (const bool isAll : {true, false}) {
-    mostReserved =
-        isAll ? 0 : static_cast<int>(ringSegmentBytes());  // false: of arenas, not of rings
+    // All reservations fail, or those of arenas do and those of rings do not.
+    mostReserved = isAll ? 0 : static_cast<off_t>(ringSegmentBytes());
     runWorld(2, Links::kShm, [&](Communicator& group) {
       Elements mine(false, 100'000);
       mine.fill(group.rank(), 0);
@@ -384,7 +388,7 @@ TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
         const PeerAddress& peer = mailbox.group().peers[1 - group.rank()];
         EXPECT_EQ(mailbox.mesh().linkTo(peer).isShm(), !isAll);
       }
-      EXPECT_OK(run(group, call(OpKind::kBarrier)));  // until then the other rank is there
+      EXPECT_OK(barrier(group));  // until both ranks have checked the link
       EXPECT(group.arena() == nullptr);
     });
     EXPECT(SharedHeap::process().allocate(2 * SharedHeap::kRegionBytes) == nullptr);
@@ -395,26 +399,21 @@ TEST(SharedHeap, childrenWriteToCopies) {
   SharedHeap& heap = SharedHeap::process();
   auto* block = static_cast<char*>(heap.allocate(1000));
   std::memset(block, 1, 1000);
-  const pid_t child = fork();
-  if (child == 0) {
-    bool isRight = block[999] == 1;
+  endProcess(startProcess([&] {
+    EXPECT(block[999] == 1);
     block[0] = 2;
     auto* own = static_cast<char*>(heap.allocate(1000));
-    isRight &= own != nullptr && heap.find({block, 1}).region == 0;
-    isRight &= heap.find({own, 1}).region != 0 && heap.free(block);
+    EXPECT(own != nullptr && heap.find({block, 1}).region == 0);
+    EXPECT(heap.find({own, 1}).region != 0 && heap.free(block));
     std::memset(own, 3, 1000);
-    _exit(isRight ? 0 : 1);
-  }
-  int status = 0;
-  EXPECT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
+  }));
   for (int i = 0; i < 1000; ++i) EXPECT(block[i] == 1);
   EXPECT(heap.free(block));
 }
 
 namespace {
 
-// Ranks offer some tensors and not others, in turn; regions come and go meanwhile.
+// Random collectives. Some tensors of some ranks are shared, and regions are made and dropped.
 void runMixture(Communicator& group, unsigned seed, int calls) {
   std::mt19937 random(seed), own(seed + group.rank());
   const int self = group.rank(), ranks = group.ranks();
@@ -426,7 +425,7 @@ void runMixture(Communicator& group, unsigned seed, int calls) {
     const auto n = static_cast<size_t>(ranks);
     const int root = static_cast<int>(random() % ranks);
     const bool isInPlace = random() % 2;
-    const int mixture = random() % 4;  // mostly all shared
+    const int mixture = random() % 4;  // in half of the calls, all tensors are shared
     const bool isShared = mixture > 1 || own() % 2;
     const bool isRoot = self == root;
     Elements in(isShared, readsList(kind) ? n * count : count);
@@ -481,7 +480,7 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
   }
 }
 
-// A rank that is a process can read the others' regions, and write to its own only.
+// A process can read the regions of others, and write only to its own.
 TEST(SharedTensors, processesReadEachOther) {
   const unsigned seed = std::random_device()();
   constexpr size_t kCount = PeerMemory::kLeastShared / 4;
@@ -494,7 +493,7 @@ TEST(SharedTensors, processesReadEachOther) {
     out.expect(wanted, "all_gather of processes");
     size_t theirs = 0;
     for (const Mapping& mapping : mappings()) {
-      // What is private to this process is a copy of what its parent had.
+      // A private mapping is a copy of a region of the parent.
       const bool isRegion = mapping.name.starts_with("/memfd:") && mapping.access.ends_with("s") &&
                             mapping.bytes() >= SharedHeap::kRegionBytes;
       if (!isRegion) continue;
@@ -509,9 +508,9 @@ TEST(SharedTensors, processesReadEachOther) {
   });
 }
 
-// What all ranks share is read in place, from the first call on, and so is any memory with single
-// copy: their staging memory stays as it was, and the arrivals contain only where the tensors are.
-// A reduce is always staged.
+// From the first call, shared tensors are read in place, and with single copy any tensors are. The
+// staging memory remains unchanged, and arrivals contain only the locations of the tensors. A
+// reduce is always staged.
 TEST(SharedTensors, nothingIsStaged) {
   constexpr size_t kCount = PeerMemory::kLeastSharedReduce / 4;
   const auto check = [](int ranks, bool isShared, bool isSingleCopy) {
@@ -520,7 +519,7 @@ TEST(SharedTensors, nothingIsStaged) {
     for (const OpKind kind : kKinds) staged[kind] = 0;
     runWorld(ranks, Links::kShm, [&](Communicator& group) {
       const int self = group.rank(), root = ranks - 1;
-      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      ASSERT_OK(barrier(group));
       const Arena& arena = *group.arena();
       for (const OpKind kind : kKinds) {
         for (const bool isInPlace : {true, false}) {
@@ -550,7 +549,7 @@ TEST(SharedTensors, nothingIsStaged) {
   }
 }
 
-// A rank has no descriptor left when others give it theirs, and some later.
+// A rank has no descriptor left when it first receives a region, and has some later.
 TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "off");
   constexpr size_t kCount = PeerMemory::kLeastSharedReduce / 4;
@@ -566,21 +565,25 @@ TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
       mine.expect([](size_t i) { return element(0, i) + element(1, i); }, "sum");
       return stagedBytes(*group.arena());
     };
-    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    EXPECT_OK(barrier(group));
     dropsDescriptors = true;
     EXPECT(staged() > 0);
-    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    EXPECT_OK(barrier(group));
     dropsDescriptors = false;
     std::this_thread::sleep_for(PeerRegions::kTryAgain);
-    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    EXPECT_OK(barrier(group));
     EXPECT_EQ(staged(), 0u);
   });
 }
 
-// The program uses the tensors of a rank that has left with an unfinished collective. Another rank
-// that comes later must not take what it finds there.
-TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
+namespace {
+
+// Rank 0 leaves a group with an unfinished broadcast of a shared tensor, as `leave` does, and then
+// changes the tensor. Returns the result of rank 1, which calls the broadcast afterwards and must
+// not read the tensor.
+Status broadcastOfALeaver(const std::function<void(Communicator&, const Call&)>& leave) {
   std::atomic<bool> hasLeft{false};
+  Status result;
   runWorld(2, Links::kShm, [&](Communicator& group) {
     Elements data(true, PeerMemory::kLeastShared);
     data.fill(group.rank(), 0);
@@ -589,73 +592,55 @@ TEST(SharedTensors, aRankThatLeavesTooEarlySpoilsItsCollective) {
     broadcast.out = {data.span()};
     EXPECT_OK(run(group, broadcast));
     if (group.rank() == 0) {
-      const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
-      group.close(Deadline::after(std::chrono::milliseconds(100)), "");
-      EXPECT(!group.wait(op, Deadline::never()).ok());  // another thread may be ending it
+      leave(group, broadcast);
       data.fill(2, 0);
       hasLeft = true;
       return;
     }
     while (!hasLeft) std::this_thread::yield();
-    const Status status = run(group, broadcast);
-    EXPECT(status.code() == Code::kPeerLost);
-    EXPECT(status.message().find("has left the group with operations") != std::string::npos);
+    result = run(group, broadcast);
   });
+  return result;
 }
 
-// As above, but another thread calls the collective after its rank has sent its goodbye.
-TEST(SharedTensors, aCallBesideADepartureSpoilsTheCollective) {
-  std::atomic<bool> hasLeft{false};
-  runWorld(2, Links::kShm, [&](Communicator& group) {
-    Elements data(true, PeerMemory::kLeastShared);
-    data.fill(group.rank(), 0);
-    Call broadcast = call(OpKind::kBroadcast);
-    broadcast.root = 0;
-    broadcast.out = {data.span()};
-    EXPECT_OK(run(group, broadcast));
-    if (group.rank() == 0) {
-      EXPECT(group.leave(Deadline::after(std::chrono::seconds(20))));
-      const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
-      group.endLeaving();
-      EXPECT(group.wait(op, Deadline::never()).code() == Code::kAborted);
-      EXPECT(run(group, broadcast).code() == Code::kAborted);
-      data.fill(2, 0);
-      hasLeft = true;
-      return;
-    }
-    while (!hasLeft) std::this_thread::yield();
-    EXPECT(run(group, broadcast).code() == Code::kPeerLost);
+}  // namespace
+
+TEST(SharedTensors, aRankThatLeavesTooEarlyFailsItsCollective) {
+  const Status status = broadcastOfALeaver([](Communicator& group, const Call& broadcast) {
+    const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
+    group.close(Deadline::after(std::chrono::milliseconds(100)), "");
+    EXPECT(!group.wait(op, Deadline::never()).ok());  // another thread may be ending it
   });
+  EXPECT_EQ(status.code(), Code::kPeerLost);
+  EXPECT_CONTAINS(status, "has left the group with operations");
 }
 
-// As above, but the group fails while the rank leaves it: its operation times out.
-TEST(SharedTensors, anOperationThatTimesOutWhileItsRankLeavesSpoilsTheCollective) {
-  std::atomic<bool> hasLeft{false};
-  runWorld(2, Links::kShm, [&](Communicator& group) {
-    Elements data(true, PeerMemory::kLeastShared);
-    data.fill(group.rank(), 0);
-    Call broadcast = call(OpKind::kBroadcast);
-    broadcast.root = 0;
-    broadcast.out = {data.span()};
-    EXPECT_OK(run(group, broadcast));
-    if (group.rank() == 0) {
-      const OpPtr op =
-          group.submit(broadcast, nullptr, /*willWait=*/false, std::chrono::milliseconds(100));
-      group.close(Deadline::after(std::chrono::seconds(20)), "");
-      EXPECT(!group.wait(op, Deadline::never()).ok());
-      data.fill(2, 0);
-      hasLeft = true;
-      return;
-    }
-    while (!hasLeft) std::this_thread::yield();
-    const Status status = run(group, broadcast);
-    EXPECT(status.code() == Code::kTimeout);
-    EXPECT_EQ(status.cause().rank, 1);
+// Another thread calls the collective after its rank has sent its goodbye.
+TEST(SharedTensors, aCallDuringADepartureFailsTheCollective) {
+  const Status status = broadcastOfALeaver([](Communicator& group, const Call& broadcast) {
+    EXPECT(group.leave(Deadline::after(std::chrono::seconds(20))));
+    const OpPtr op = group.submit(broadcast, nullptr, /*willWait=*/false);
+    group.endLeaving();
+    EXPECT_EQ(group.wait(op, Deadline::never()).code(), Code::kAborted);
+    EXPECT_EQ(run(group, broadcast).code(), Code::kAborted);
   });
+  EXPECT_EQ(status.code(), Code::kPeerLost);
+}
+
+// The group fails while the rank leaves it, because its operation times out.
+TEST(SharedTensors, aTimeoutDuringADepartureFailsTheCollective) {
+  const Status status = broadcastOfALeaver([](Communicator& group, const Call& broadcast) {
+    const OpPtr op =
+        group.submit(broadcast, nullptr, /*willWait=*/false, std::chrono::milliseconds(100));
+    group.close(Deadline::after(std::chrono::seconds(20)), "");
+    EXPECT(!group.wait(op, Deadline::never()).ok());
+  });
+  EXPECT_EQ(status.code(), Code::kTimeout);
+  EXPECT_EQ(status.cause().rank, 1);
 }
 
 // The locations that a peer sends are checked before they are used.
-TEST(SharedTensors, offersAreJudged) {
+TEST(SharedTensors, offersAreChecked) {
   ArenaShape shape;
   shape.ranks = 2;
   std::shared_ptr<Segment> segment;
@@ -692,8 +677,7 @@ std::string describe(const SingleCopy::Case& which) {
 
 }  // namespace
 
-// Each kind and size is measured once by the first group of so many ranks; the result of the call
-// is right.
+// The first group of some number of ranks measures each kind and size once.
 TEST(SingleCopy, isMeasuredOnce) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "auto");
   runProcesses(2, [](Communicator& group) {
@@ -725,13 +709,13 @@ TEST(SingleCopy, isMeasuredOnce) {
       if (which.kind == OpKind::kReduce) EXPECT_EQ(describe(which), "");
       ++found;
     }
-    // A broadcast, a gather and a scatter ask only on one rank.
+    // A broadcast, a gather and a scatter are measured on one rank only.
     EXPECT(found >= 3 * 4);
   });
 }
 
-// Single copy is chosen only if it is clearly faster, in all rounds but one.
-TEST(SingleCopy, theResultWithstandsNoise) {
+// Single copy is chosen only if it is clearly faster in all rounds but one.
+TEST(SingleCopy, theChoiceToleratesNoise) {
   const float staged[] = {10, 10, 10, 30};
   const float faster[] = {7, 80, 6, 8}, sometimes[] = {7, 9.5, 10, 8},
               similar[] = {9.5, 9.5, 9.5, 9};
@@ -741,11 +725,11 @@ TEST(SingleCopy, theResultWithstandsNoise) {
   EXPECT_EQ(SingleCopy::judge(staged, faster, 4).stagedMicros, 10.0);
 }
 
-// The permission is found by reading: a process that may not be read is not.
-TEST(SingleCopy, aProcessThatRefusesIsStaged) {
+// A rank tries to read another process. If the kernel refuses that, the data is staged.
+TEST(SingleCopy, dataOfAProcessThatCannotBeReadIsStaged) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
   runProcesses(3, [](Communicator& group) {
-    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    ASSERT_OK(barrier(group));
     if (group.rank() == 1) refusesReads = true;
     constexpr size_t kCount = 100'000;
     Elements in(false, kCount), out(false, 3 * kCount);
@@ -758,7 +742,7 @@ TEST(SingleCopy, aProcessThatRefusesIsStaged) {
   });
 }
 
-// The owner of memory that no other process can read, as that of some devices, stages it.
+// A rank stages memory that other processes cannot read, such as that of some devices.
 TEST(SingleCopy, memoryThatCannotBeReadIsStaged) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
   runProcesses(2, [](Communicator& group) {
@@ -776,8 +760,8 @@ TEST(SingleCopy, memoryThatCannotBeReadIsStaged) {
   });
 }
 
-// A rank that has read everything may leave and end, also while a slower one still reads.
-TEST(SingleCopy, aReaderThatEndsDoesNotDisturbAnother) {
+// A rank that has read everything may leave and end while a slower one still reads.
+TEST(SingleCopy, aReaderThatEndsDoesNotAffectAnother) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
   runProcesses(3, [](Communicator& group) {
     constexpr size_t kCount = 100'000;
@@ -795,7 +779,7 @@ TEST(SingleCopy, aReaderThatEndsDoesNotDisturbAnother) {
   });
 }
 
-// A rank that ends while others read it is reported as any death, and no data of it is used.
+// The end of a rank that others read is reported as any death, and its data is not used.
 TEST(SingleCopy, aDeathWhileReadingIsReported) {
   const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
   runProcesses(3, [](Communicator& group) {
@@ -806,8 +790,8 @@ TEST(SingleCopy, aDeathWhileReadingIsReported) {
     ASSERT_OK(run(group, gather));
     endsAtRead = group.rank() == 1;
     const Status status = run(group, gather);
-    EXPECT(status.code() == Code::kPeerLost);
-    EXPECT(status.message().find("rank 1 (") != std::string::npos);
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT_CONTAINS(status, "rank 1 (");
     EXPECT(status.message().find("cannot be read") == std::string::npos);
   });
 }
@@ -816,13 +800,7 @@ TEST(SingleCopy, aDeathWhileReadingIsReported) {
 
 namespace {
 
-MeshOptions optionsWith(SingleCopyUse use) {
-  MeshOptions mesh;
-  mesh.singleCopy = use;
-  return mesh;
-}
-
-// Rank 0 sends rank 1 so many elements. number: which they are.
+// Rank 0 sends a message to rank 1. Its elements depend on `number`.
 Status passOn(Communicator& group, size_t count, uint64_t number = 0) {
   Elements data(false, count);
   const bool isSender = group.rank() == 0;
@@ -836,137 +814,120 @@ Status passOn(Communicator& group, size_t count, uint64_t number = 0) {
   return status;
 }
 
-// The first message connects the ranks: until then nothing is offered.
-void meet(Communicator& group) { ASSERT_OK(passOn(group, 100)); }
+// Runs the body on two processes that are connected: before that, no message is offered for
+// reading.
+void runPair(SingleCopyUse use, const RankBody& body) {
+  MeshOptions mesh;
+  mesh.singleCopy = use;
+  const auto connected = [&](Communicator& group) {
+    ASSERT_OK(passOn(group, 100));
+    body(group);
+  };
+  runProcesses(2, connected, mesh);
+}
 
-constexpr size_t kLarge[] = {30'000, 1'000'000};  // elements: of one piece, of several
+constexpr size_t kLarge[] = {30'000, 1'000'000};  // elements of one piece, and of several
 
 }  // namespace
 
-// Only if it is used, and never in a process that refuses it, other processes are read.
 TEST(SingleCopy, messagesAreReadFromTheSender) {
   for (const auto use : {SingleCopyUse::kOff, SingleCopyUse::kOn}) {
-    runProcesses(
-        2,
-        [&](Communicator& group) {
-          meet(group);
-          uint64_t number = 1;
-          for (const size_t count : {100, 16'385, 30'000, 1'000'000, 3'000'000}) {
-            readsOfOthers = 0;
-            ASSERT_OK(passOn(group, count, number++));
-            const bool isRead = use == SingleCopyUse::kOn && count > 100 && group.rank() == 1;
-            EXPECT_EQ(readsOfOthers > 0, isRead);
-          }
-        },
-        optionsWith(use));
+    runPair(use, [&](Communicator& group) {
+      uint64_t number = 1;
+      for (const size_t count : {100, 16'385, 30'000, 1'000'000, 3'000'000}) {
+        readsOfOthers = 0;
+        ASSERT_OK(passOn(group, count, number++));
+        const bool isRead = use == SingleCopyUse::kOn && count > 100 && group.rank() == 1;
+        EXPECT_EQ(readsOfOthers > 0, isRead);
+      }
+    });
   }
 }
 
-// Each size is measured with real messages, once for the process.
+// A process measures each size once, with real messages.
 TEST(SingleCopy, messagesAreMeasured) {
-  runProcesses(
-      2,
-      [](Communicator& group) {
-        meet(group);
-        for (const size_t count : kLarge) {
-          const auto size = SingleCopy::caseOf(OpKind::kSend, 2, count * 4);
-          const auto measured = [&] { return SingleCopy::process().measured(); };
-          uint64_t number = 0;
-          for (int round = 0; round <= SingleCopy::kRounds; ++round) {
-            for (const bool isDirect : {false, true}) {
-              EXPECT(!measured().contains(size));
-              readsOfOthers = 0;
-              ASSERT_OK(passOn(group, count, ++number));
-              EXPECT_EQ(readsOfOthers > 0, isDirect && group.rank() == 1);
-            }
-          }
-          EXPECT_EQ(measured().contains(size), group.rank() == 1);
-          const SingleCopy::Measured result = measured()[size];
-          EXPECT_EQ(result.stagedMicros > 0 && result.directMicros > 0, group.rank() == 1);
-          for (int i = 0; i < 10; ++i) {
-            readsOfOthers = 0;
-            ASSERT_OK(passOn(group, count, ++number));
-            EXPECT_EQ(readsOfOthers > 0, result.choice == Choice::kDirect);
-          }
+  runPair(SingleCopyUse::kMeasured, [](Communicator& group) {
+    for (const size_t count : kLarge) {
+      const auto size = SingleCopy::caseOf(OpKind::kSend, 2, count * 4);
+      const auto measured = [&] { return SingleCopy::process().measured(); };
+      uint64_t number = 0;
+      for (int round = 0; round <= SingleCopy::kRounds; ++round) {
+        for (const bool isDirect : {false, true}) {
+          EXPECT(!measured().contains(size));
+          readsOfOthers = 0;
+          ASSERT_OK(passOn(group, count, ++number));
+          EXPECT_EQ(readsOfOthers > 0, isDirect && group.rank() == 1);
         }
-      },
-      optionsWith(SingleCopyUse::kMeasured));
+      }
+      EXPECT_EQ(measured().contains(size), group.rank() == 1);
+      const SingleCopy::Measured result = measured()[size];
+      EXPECT_EQ(result.stagedMicros > 0 && result.directMicros > 0, group.rank() == 1);
+      for (int i = 0; i < 10; ++i) {
+        readsOfOthers = 0;
+        ASSERT_OK(passOn(group, count, ++number));
+        EXPECT_EQ(readsOfOthers > 0, result.choice == Choice::kDirect);
+      }
+    }
+  });
 }
 
-// A sender does not offer what its receiver has found to be slower, but now and then.
+// A sender offers messages only now and then if its receiver has measured that staging is faster.
 TEST(SingleCopy, messagesThatAreStagedAreNotOffered) {
-  runProcesses(
-      2,
-      [](Communicator& group) {
-        meet(group);
-        constexpr size_t kCount = 30'000;
-        SingleCopy::process().keep(SingleCopy::caseOf(OpKind::kSend, 2, kCount * 4),
-                                   {1, 1, Choice::kStaged});
-        readsOfOwn = 0;
-        for (uint64_t number = 1; number <= 20; ++number) {
-          ASSERT_OK(passOn(group, kCount, number));
-        }
-        EXPECT_EQ(readsOfOwn > 0, group.rank() == 0);
-        EXPECT(readsOfOwn < 20);
-        EXPECT_EQ(readsOfOthers.load(), 0);
-      },
-      optionsWith(SingleCopyUse::kMeasured));
+  runPair(SingleCopyUse::kMeasured, [](Communicator& group) {
+    constexpr size_t kCount = 30'000;
+    SingleCopy::process().keep(SingleCopy::caseOf(OpKind::kSend, 2, kCount * 4),
+                               {1, 1, Choice::kStaged});
+    readsOfOwn = 0;
+    for (uint64_t number = 1; number <= 20; ++number) {
+      ASSERT_OK(passOn(group, kCount, number));
+    }
+    EXPECT_EQ(readsOfOwn > 0, group.rank() == 0);
+    EXPECT(readsOfOwn < 20);
+    EXPECT_EQ(readsOfOthers.load(), 0);
+  });
 }
 
-// A receiver that may not read the sender asks for the data, and is not offered more for a while;
-// so is one that finds another process there.
-TEST(SingleCopy, messagesOfAProcessThatRefusesAreStaged) {
+// A receiver that cannot read the sender, or finds another process in its place, asks for the data.
+// The sender then offers it no messages for a while.
+TEST(SingleCopy, messagesOfAProcessThatCannotBeReadAreStaged) {
   for (const auto use : {SingleCopyUse::kOn, SingleCopyUse::kMeasured}) {
     for (std::atomic<bool>* obstacle : {&refusesReads, &readsStranger, &losesData}) {
-      runProcesses(
-          2,
-          [&](Communicator& group) {
-            meet(group);
-            *obstacle = true;
-            for (uint64_t number = 1; number < 40; ++number) {
-              ASSERT_OK(passOn(group, kLarge[number % 2], number));
-            }
-            if (obstacle != &refusesReads) EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
-            EXPECT(SingleCopy::process().measured().empty());
-          },
-          optionsWith(use));
+      runPair(use, [&](Communicator& group) {
+        *obstacle = true;
+        for (uint64_t number = 1; number < 40; ++number) {
+          ASSERT_OK(passOn(group, kLarge[number % 2], number));
+        }
+        if (obstacle != &refusesReads) EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
+        EXPECT(SingleCopy::process().measured().empty());
+      });
     }
   }
 }
 
-// The kernel reads no memory of a device: its owner does not offer it.
+// The kernel cannot read the memory of a device, so its owner does not offer it.
 TEST(SingleCopy, messagesInMemoryThatCannotBeReadAreStaged) {
-  runProcesses(
-      2,
-      [](Communicator& group) {
-        meet(group);
-        refusesOwn = group.rank() == 0;
-        ASSERT_OK(passOn(group, kLarge[1], 1));
-        EXPECT_EQ(readsOfOthers.load(), 0);
-        refusesOwn = false;
-        ASSERT_OK(passOn(group, kLarge[1], 2));
-        EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
-      },
-      optionsWith(SingleCopyUse::kOn));
+  runPair(SingleCopyUse::kOn, [](Communicator& group) {
+    refusesOwn = group.rank() == 0;
+    ASSERT_OK(passOn(group, kLarge[1], 1));
+    EXPECT_EQ(readsOfOthers.load(), 0);
+    refusesOwn = false;
+    ASSERT_OK(passOn(group, kLarge[1], 2));
+    EXPECT_EQ(readsOfOthers > 0, group.rank() == 1);
+  });
 }
 
-// Whichever of the two ends meanwhile, the other one reports that, and uses no data.
+// If one of the two ranks ends meanwhile, the other one reports that and uses no data.
 TEST(SingleCopy, aDeathWhileAMessageIsReadIsReported) {
   for (const size_t count : kLarge) {
     for (const int victim : {0, 1}) {
-      runProcesses(
-          2,
-          [&](Communicator& group) {
-            meet(group);
-            if (victim == 0 && group.rank() == 0) signal(SIGUSR1, [](int) { _exit(0); });
-            ASSERT_OK(passOn(group, count, 1));
-            if (group.rank() == 1) (victim == 0 ? endsOwner : endsAtRead) = true;
-            const Status status = passOn(group, count, 2);
-            EXPECT(status.code() == Code::kPeerLost);
-            EXPECT(status.message().find("rank " + std::to_string(victim) + " (") !=
-                   std::string::npos);
-          },
-          optionsWith(SingleCopyUse::kOn));
+      runPair(SingleCopyUse::kOn, [&](Communicator& group) {
+        if (victim == 0 && group.rank() == 0) signal(SIGUSR1, [](int) { _exit(0); });
+        ASSERT_OK(passOn(group, count, 1));
+        if (group.rank() == 1) (victim == 0 ? endsOwner : endsAtRead) = true;
+        const Status status = passOn(group, count, 2);
+        EXPECT_EQ(status.code(), Code::kPeerLost);
+        EXPECT_CONTAINS(status, "rank " + std::to_string(victim) + " (");
+      });
     }
   }
 }

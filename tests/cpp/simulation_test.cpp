@@ -1,10 +1,10 @@
-// A network that misbehaves by a seed: bytes that come late and in pieces, links that overtake each
-// other, connections that break, ranks that die at every step, bits that flip. Whatever it does,
-// each operation ends with the right bits or with an error that names the cause, on every survivor.
+// Runs worlds of ranks on a network that misbehaves according to a seed: bytes arrive late and in
+// pieces, links overtake each other, connections break, and ranks die at any step. On every
+// survivor, each operation must end with the right bits or with an error that names the cause.
 //
-//   simulation_test                                   some of the 100 seeds of ./dev soak --short
-//   SIMULATION_SEEDS=5000 simulation_test             many
-//   SIMULATION_SEED=1234 simulation_test              one again, as a failure names it
+//   simulation_test                                   runs some of the seeds of ./dev soak --short
+//   SIMULATION_SEEDS=5000 simulation_test             runs many seeds
+//   SIMULATION_SEED=1234 simulation_test              runs the seed that a failure names
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -24,6 +24,7 @@
 
 #include "base/deadline.h"
 #include "engine/window.h"
+#include "passing_link.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
@@ -35,19 +36,15 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Worlds at a time: threads that get no core for a while find what others do not.
+// Worlds that run at the same time. They compete for cores, which finds races that idle cores hide.
 constexpr int kAtOnce = 4;
 
-unsigned number(const char* variable, unsigned otherwise) {
-  const char* text = std::getenv(variable);
-  return text ? static_cast<unsigned>(std::strtoul(text, nullptr, 10)) : otherwise;
-}
-
-// Ranks read each other's ordinary tensors if the seed is odd. Not "auto": it depends on the time.
-void forSeeds(unsigned few, const std::function<void(unsigned seed)>& body) {
+// Ranks read each other's ordinary tensors if the seed is odd. "auto" would depend on timing.
+void forSeeds(int few, const std::function<void(unsigned seed)>& body) {
   const bool isOne = std::getenv("SIMULATION_SEED") != nullptr;
-  const unsigned first = isOne ? number("SIMULATION_SEED", 0) : 1;
-  const unsigned last = isOne ? first : number("SIMULATION_SEEDS", few);
+  const auto first = static_cast<unsigned>(test::numberFrom("SIMULATION_SEED", 1));
+  const auto last =
+      isOne ? first : static_cast<unsigned>(test::numberFrom("SIMULATION_SEEDS", few));
   for (const unsigned odd : {1U, 0U}) {
     const test::ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", odd ? "on" : "off");
     std::atomic<unsigned> seed{first};
@@ -59,13 +56,13 @@ void forSeeds(unsigned few, const std::function<void(unsigned seed)>& body) {
   }
 }
 
-// One rank's network. Called under the mesh's I/O lock, but for kill().
-class Weather final : public LinkTap {
+// One rank's network. Called under the mesh's I/O lock.
+class Network final : public LinkTap {
  public:
-  Weather(unsigned seed, int rank) : random_(seed * 31 + static_cast<unsigned>(rank)) {
-    hindrance_ = random_() % 4;  // of 8 moves: how many come to nothing, or stop half way
+  Network(unsigned seed, int rank) : random_(seed * 31 + static_cast<unsigned>(rank)) {
+    hindrance_ = random_() % 4;  // how many of 8 moves transfer nothing or only a part
   }
-  // At the so many-th move of this rank: one connection breaks, or all (the rank dies).
+  // At this move of this rank (a read or a write) one connection breaks, or all do: the rank dies.
   void planBreak(uint64_t move) { breakAt_ = move; }
   void planDeath(uint64_t move) { dieAt_ = move; }
   bool isDead() const { return isDead_.load(); }
@@ -73,7 +70,7 @@ class Weather final : public LinkTap {
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override;
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override;
 
-  // What becomes of a move of so many bytes: fewer, or none now; or -1, and the link is broken.
+  // Returns how many of the bytes a move may transfer, or -1 if the link is broken now.
   ssize_t allowed(size_t bytes, int fd) {
     const uint64_t move = ++moves_;
     if (move == dieAt_) isDead_.store(true);
@@ -95,73 +92,61 @@ class Weather final : public LinkTap {
   std::atomic<bool> isDead_{false};
 };
 
-class Sender final : public LinkSender {
+class Sender final : public test::PassingSender {
  public:
-  Sender(Weather& weather, std::unique_ptr<LinkSender> link)
-      : weather_(weather), link_(std::move(link)) {}
+  Sender(Network& network, std::unique_ptr<LinkSender> link)
+      : PassingSender(std::move(link)), network_(network) {}
   ssize_t write(const Span* parts, int count) override {
-    const ssize_t allowed = weather_.allowed(parts[0].bytes, link_->fd());
+    const ssize_t allowed = network_.allowed(parts[0].bytes, link_->fd());
     if (allowed <= 0 || isBroken_) return isBroken_ |= allowed < 0, isBroken_ ? -1 : 0;
     if (static_cast<size_t>(allowed) == parts[0].bytes) return link_->write(parts, count);
     const Span part{parts[0].data, static_cast<size_t>(allowed)};
     return link_->write(&part, 1);
   }
-  void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-  int fd() const override { return link_->fd(); }
-  bool sendFd(int fd) override { return link_->sendFd(fd); }
-  bool hasArrived() const override { return link_->hasArrived(); }
 
  private:
-  Weather& weather_;
-  std::unique_ptr<LinkSender> link_;
+  Network& network_;
   bool isBroken_ = false;
 };
 
-class Receiver final : public LinkReceiver {
+class Receiver final : public test::PassingReceiver {
  public:
-  Receiver(Weather& weather, std::unique_ptr<LinkReceiver> link)
-      : weather_(weather), link_(std::move(link)) {}
+  Receiver(Network& network, std::unique_ptr<LinkReceiver> link)
+      : PassingReceiver(std::move(link)), network_(network) {}
   ssize_t read(void* data, size_t bytes, bool streaming) override {
     if (bytes == 0) return 0;
-    const ssize_t allowed = weather_.allowed(bytes, link_->fd());
+    const ssize_t allowed = network_.allowed(bytes, link_->fd());
     if (allowed <= 0 || isBroken_) return isBroken_ |= allowed < 0, isBroken_ ? -1 : 0;
     return link_->read(data, static_cast<size_t>(allowed), streaming);
   }
   bool maybeReadable() const override { return isBroken_ || link_->maybeReadable(); }
-  void lookAgain() override { link_->lookAgain(); }
-  void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
-  void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-  int fd() const override { return link_->fd(); }
-  bool takeFd(Fd* fd) override { return link_->takeFd(fd); }
 
  private:
-  Weather& weather_;
-  std::unique_ptr<LinkReceiver> link_;
+  Network& network_;
   bool isBroken_ = false;
 };
 
-std::unique_ptr<LinkSender> Weather::tap(std::unique_ptr<LinkSender> link) {
+std::unique_ptr<LinkSender> Network::tap(std::unique_ptr<LinkSender> link) {
   return std::make_unique<Sender>(*this, std::move(link));
 }
-std::unique_ptr<LinkReceiver> Weather::tap(std::unique_ptr<LinkReceiver> link) {
+std::unique_ptr<LinkReceiver> Network::tap(std::unique_ptr<LinkReceiver> link) {
   return std::make_unique<Receiver>(*this, std::move(link));
 }
 
-// What a rank has come to in a group: of the calls that it was to make, how many ended well; its
-// error, if any; and whether what ended well is right.
-struct Fate {
-  int asked = 0;
-  int done = 0;
-  Status error;
-  bool isWrong = false;
+// The result of one rank in one group.
+struct Result {
+  int calls = 0;         // that it was to make
+  int done = 0;          // that succeeded
+  Status error;          // the first one
+  bool isWrong = false;  // a call succeeded with wrong data
 };
 
-// Whether what this thread allocates now is memory that the ranks of a host share.
+// Whether this thread now allocates memory that the ranks of a host share.
 thread_local bool allocatesShared = false;
 
-// A rank whose call has failed may use its memory immediately, while others may still read it: they
-// notice it afterwards (PeerMemory). TSan would report that as a race, so it gets other memory:
-// from then on the rank's blocks are freed at the end of the world.
+// A rank whose call has failed may use its memory immediately, while others may still read it. They
+// detect that afterwards (PeerMemory), but TSan would report a race. So under TSan, a rank's blocks
+// are freed at the end of the world once one of its calls has failed.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kKeepsBlocks = true;
 #else
@@ -193,14 +178,14 @@ using Numbers = std::vector<int32_t, Anywhere<int32_t>>;
 
 constexpr int kSteps = 10;
 constexpr size_t kMostElements = 40'000;
-// Of a collective: enough for messages that are cut into pieces where there are several sockets.
+// So many elements that messages are cut into pieces if there are several sockets.
 constexpr size_t kManyElements = 200'000;
 
 int32_t element(int rank, int step, size_t index) {
   return static_cast<int32_t>(rank * 1'000'003 + step * 101 + static_cast<int>(index) * 7);
 }
 
-// What a rank gives for a step: its elements from there on.
+// The input of a rank for a step, beginning with element `from`.
 Numbers row(int rank, int step, size_t count, size_t from = 0) {
   Numbers values(count);
   for (size_t i = 0; i < count; ++i) values[i] = element(rank, step, from + i);
@@ -219,7 +204,7 @@ Numbers sum(int ranks, int step, size_t count, size_t from = 0) {
   return values;
 }
 
-// The number of elements that one rank has for another in a step, where not all have as many.
+// The number of elements that one rank sends to another in a step with uneven blocks.
 size_t elementsBetween(size_t count, int step, int from, int to) {
   return count / static_cast<size_t>(1 + (step + 3 * from + 5 * to) % 4);
 }
@@ -254,11 +239,11 @@ Step draw(std::mt19937& random, int number, int ranks, bool hasLarge = false) {
   return step;
 }
 
-// A call with its memory, and what must have come of it.
+// A call with its memory and its expected result.
 struct Piece {
   Call call;
   Numbers in, out, wanted;
-  const int32_t* put = nullptr;  // where it is put by another rank, not into `out`
+  const int32_t* put = nullptr;  // where another rank puts the result, instead of `out`
   std::vector<OpPtr> ops;
   Status refused;
   bool isOdd = false;
@@ -271,7 +256,7 @@ struct Piece {
   }
 };
 
-// oddity: 0, or what sets apart the numbers of a rank that calls what no other one does.
+// oddity: 0, or a number that makes the input of a rank with a different call different, too.
 std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 0) {
   auto piece = std::make_unique<Piece>();
   const int number = step.number;
@@ -322,7 +307,7 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
       break;
     case OpKind::kAllGather:
     case OpKind::kGather:
-      // Of the sizes between rank 0 and each.
+      // Uses the sizes between rank 0 and each rank.
       giveRow(sizeTo(0, self));
       piece->give(0, piece->in.size());
       if (step.kind == OpKind::kGather) call.root = step.root;
@@ -355,7 +340,7 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
   return piece;
 }
 
-// A window with room for what the rank before this one puts in each step.
+// A window with room for the data that the rank before this one puts in each step.
 struct Target {
   Numbers memory = Numbers(kSteps * kMostElements);
   std::shared_ptr<Window> window;
@@ -370,7 +355,7 @@ struct Target {
     return group.wait(op, Deadline::never());
   }
   int32_t* placeOf(int step) { return memory.data() + static_cast<size_t>(step) * kMostElements; }
-  // Puts to the next rank, and waits for what the one before puts here.
+  // Puts data to the next rank, and waits for the put of the rank before this one.
   Status exchange(Communicator& group, int step, Span data, std::vector<OpPtr>* ops) {
     const int next = (group.rank() + 1) % group.ranks();
     const int before = (group.rank() + group.ranks() - 1) % group.ranks();
@@ -383,22 +368,22 @@ struct Target {
   }
 };
 
-// How a group ends before its time.
+// How a rank ends a group early.
 enum class Ending { kNone, kOddCall, kAbort, kLeaving };
 
-// What the program of a seed does.
+// The program that all ranks run for a seed.
 struct Script {
   unsigned seed = 0;
   int ranks = 0;
   bool isOneHost = false;  // and all ranks share memory there
   std::vector<int> hostOf;
-  std::vector<std::vector<int>> groups;  // of all ranks, then of some, in any order
+  std::vector<std::vector<int>> groups;  // first all ranks, then some in any order
   bool hasWindow = false;                // the first group
   bool hasLarge = false;                 // steps of kManyElements
   Ending ending = Ending::kNone;
-  int oddGroup = 0;  // which group it befalls, and by which rank of all, at which step
-  int oddRank = 0;
-  int oddStep = 0;
+  int oddGroup = 0;  // the group that ends early
+  int oddRank = 0;   // the rank of all ranks that ends it
+  int oddStep = 0;   // the step in which it does
 
   explicit Script(unsigned seed, Ending ending = Ending::kNone) : seed(seed), ending(ending) {
     std::mt19937 random(seed);
@@ -420,10 +405,10 @@ struct Script {
     oddRank = membersOf(oddGroup)[random() % membersOf(oddGroup).size()];
     oddStep = below(kSteps);
   }
-  // A number of moves that many networks make.
+  // A number of moves that many networks reach.
   uint64_t moveFor(uint64_t most) const { return 1 + seed * 7 % (isOneHost ? most / 4 : most); }
   const std::vector<int>& membersOf(int group) const { return groups[static_cast<size_t>(group)]; }
-  // Its rank in a group; -1: it is no member.
+  // Returns the rank within a group, or -1 for a rank that is no member.
   int rankIn(int group, int rank) const {
     const std::vector<int>& members = membersOf(group);
     const auto found = std::find(members.begin(), members.end(), rank);
@@ -431,7 +416,7 @@ struct Script {
   }
 };
 
-// What one rank does in one group. What it has begun it waits for later.
+// Runs the steps of one rank in one group. Waits later for the operations that it begins.
 class Player {
  public:
   Player(std::shared_ptr<Communicator> group, const Script& script, bool isOdd)
@@ -440,17 +425,17 @@ class Player {
         ending_(isOdd ? script.ending : Ending::kNone),
         own_(script.seed * 37 + static_cast<unsigned>(group_->rank())) {}
 
-  const Fate& fate() const { return fate_; }
+  const Result& result() const { return result_; }
   void openWindow() {
     target_.emplace(*group_);
-    fate_.error = target_->open(*group_);
+    result_.error = target_->open(*group_);
   }
-  // One step, the same on all ranks; but for the odd one, if it is the last.
+  // One step, which is the same on all ranks, except the last step of the odd rank.
   void play(const Step& step, unsigned kind, bool isLast) {
     if (isOver_) return;
-    ++fate_.asked;
-    if (!fate_.error.ok()) return;
-    allocatesShared = own_() % 4 < script_.seed % 5;  // of no rank, of all, or of some
+    ++result_.calls;
+    if (!result_.error.ok()) return;
+    allocatesShared = own_() % 4 < script_.seed % 5;  // no rank, all ranks, or some
     if (isLast && ending_ != Ending::kNone) {
       end(step, kind);
     } else {
@@ -458,14 +443,14 @@ class Player {
     }
     if (own_() % 2) settle();
   }
-  // What one rank has met by now reaches the others while they wait for it.
+  // A barrier, in which the ranks without an error receive that of the odd rank.
   void meetAgain() {
     if (isOver_ || !settle()) return;
-    ++fate_.asked;
+    ++result_.calls;
     begin(make(Step(), self_, ranks_));
     settle();
   }
-  // Waits for all that is pending. False: one has failed, and this rank has left.
+  // Waits for all pending operations. Returns false if one has failed; this rank has left then.
   bool settle() {
     for (const std::unique_ptr<Piece>& piece : pending_) {
       Status status = piece->refused;
@@ -473,16 +458,16 @@ class Player {
         const Status ended = op ? group_->wait(op, Deadline::never()) : Status();
         if (status.ok()) status = ended;
       }
-      if (fate_.error.ok()) fate_.error = status;
-      fate_.isWrong |= status.ok() && piece->isWrong();
-      fate_.done += status.ok();
+      if (result_.error.ok()) result_.error = status;
+      result_.isWrong |= status.ok() && piece->isWrong();
+      result_.done += status.ok();
     }
-    hasFailed |= !fate_.error.ok();
+    hasFailed |= !result_.error.ok();
     pending_.clear();
-    if (!fate_.error.ok()) leave(fate_.error.message());
-    return fate_.error.ok();
+    if (!result_.error.ok()) leave(result_.error.message());
+    return result_.error.ok();
   }
-  // As a program does that ends, with this error or none.
+  // Leaves the group as a program does that ends, with this error or none.
   void leave(const std::string& reason) {
     target_.reset();
     group_->close(Deadline::after(2000ms), reason);
@@ -500,7 +485,7 @@ class Player {
     pass(step, step.count);
   }
 
-  // A message of so many elements to the next rank, and one from the rank before.
+  // Sends a message of this many elements to the next rank, and receives one from the rank before.
   void pass(const Step& step, size_t count) {
     auto piece = std::make_unique<Piece>();
     const int before = (self_ + ranks_ - 1) % ranks_;
@@ -531,26 +516,26 @@ class Player {
         return pass(step, own_() % 2 ? step.count + 1 : kMostElements - step.count);
       case Ending::kAbort:
         if (own_() % 2) call(step, kind);
-        group_->abort("the program is tired");
+        group_->abort("aborted by the script");
         settle();
-        fate_.error = group_->error();
+        result_.error = group_->error();
         break;
       case Ending::kLeaving:
         isOver_ = true;
-        --fate_.asked;
+        --result_.calls;
         if (settle()) leave("");
         break;
     }
   }
 
-  // Another call than the others make here: of another kind, size or root.
+  // A call that differs from those of the others, in its kind, size or root.
   Step another(const Step& step) {
     Step other = step;
     auto isAnother = [&] {
       if (other.kind != step.kind) return true;
       if (other.kind == OpKind::kBarrier) return false;
       if (hasRoot(other.kind) && other.root != step.root) return true;
-      // A quarter of one element is nothing, as of none.
+      // One element and none both give blocks without elements.
       return std::max(other.count, step.count) > 1 && other.count != step.count;
     };
     while (!isAnother()) {
@@ -567,24 +552,24 @@ class Player {
 
   const std::shared_ptr<Communicator> group_;
   const Script& script_;
-  const Ending ending_;  // by this rank
+  const Ending ending_;  // caused by this rank
   const int self_ = group_->rank(), ranks_ = group_->ranks();
   std::mt19937 own_;
   std::optional<Target> target_;
   std::vector<std::unique_ptr<Piece>> pending_;
-  bool isOver_ = false;  // by the script
-  Fate fate_;
+  bool isOver_ = false;  // the rank has left as the script says
+  Result result_;
 };
 
-// What becomes of a rank, by group; no entry: it is not a member.
-using Fates = std::map<int, Fate>;
+// The results of a rank, by group. There is no entry for groups that it is not in.
+using Results = std::map<int, Result>;
 
-// The members of the group that this thread is making, beside the first one.
+// The members of the group that this thread is making, if it is not the first one.
 thread_local const std::vector<int>* forming = nullptr;
 
-// What one rank does.
-Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
-  Fates fates;
+// Runs the script as one rank.
+Results play(const std::shared_ptr<Communicator>& world, const Script& script) {
+  Results results;
   std::map<int, Player> players;
   const int self = world->rank();
   auto add = [&](int number, std::shared_ptr<Communicator> group) {
@@ -598,7 +583,7 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
     if (script.rankIn(number, self) < 0) continue;
     std::shared_ptr<Communicator> group;
     forming = &script.membersOf(number);
-    fates[number].error =
+    results[number].error =
         Communicator::shrink(*world, " " + std::to_string(number), *forming, &group);
     forming = nullptr;
     if (group) add(number, group);
@@ -612,9 +597,9 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
     Step step =
         draw(random, number, static_cast<int>(script.membersOf(group).size()), script.hasLarge);
     unsigned kind = random() % (script.hasWindow && group == 0 ? 4 : 6);
-    // Nobody compares what is put.
+    // Puts are not compared.
     if (isLast && script.ending == Ending::kOddCall && kind == 1) kind = 0;
-    if (kind <= 1) step.count = std::min(step.count, kMostElements);  // a message, or in a window
+    if (kind <= 1) step.count = std::min(step.count, kMostElements);  // a message or a put
     if (auto player = players.find(group); player != players.end()) {
       player->second.play(step, kind, isLast);
     }
@@ -622,51 +607,50 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
   for (auto& [number, player] : players) {
     if (number == script.oddGroup && script.ending != Ending::kNone) player.meetAgain();
     player.settle();
-    fates[number] = player.fate();
+    results[number] = player.result();
   }
   for (auto& [number, player] : players) player.leave("");
-  return fates;
+  return results;
 }
 
-// The weather of each rank.
-using Climate = std::vector<std::shared_ptr<Weather>>;
+// The network of each rank.
+using Networks = std::vector<std::shared_ptr<Network>>;
 
-Climate climateOf(const Script& script) {
-  Climate climate;
+Networks networksOf(const Script& script) {
+  Networks networks;
   for (int rank = 0; rank < script.ranks; ++rank)
-    climate.push_back(std::make_shared<Weather>(script.seed, rank));
-  return climate;
+    networks.push_back(std::make_shared<Network>(script.seed, rank));
+  return networks;
 }
 
-// Inside a host: all over rings in shared memory, or all over sockets, or one rank in three.
-// Between them: encrypted or not.
-std::vector<Fates> runWorld(const Script& script, Climate& climate) {
+// Inside a host all ranks use shared memory, or all or a third of them use sockets. Connections
+// between hosts are encrypted or not.
+std::vector<Results> runWorld(const Script& script, Networks& networks) {
   const unsigned seed = script.seed;
   std::shared_ptr<const Tls> tls;
   if (seed / 4 % 2) ASSERT_OK(Tls::make("a secret of the job", &tls));
   auto store = std::make_shared<test::MemoryStore>();
   const auto ranks = static_cast<size_t>(script.ranks);
-  std::vector<Fates> fates(ranks);
+  std::vector<Results> results(ranks);
   std::vector<std::vector<void*>> kept(ranks);
   std::vector<std::shared_ptr<Engine>> engines(ranks);
   std::atomic<int> running{script.ranks};
-  // By rank: it could not make the first group, so it makes no other.
+  // By rank: whether it could not make the first group, and so makes no other.
   std::vector<std::atomic<bool>> isOut(ranks);
-  // Bytes that were held back raise no event: somebody has to look again.
   for (size_t rank = 0; rank < ranks; ++rank) {
     MeshOptions mesh;
     const bool isTcp = !script.isOneHost && (seed % 2 || rank % 3 == 1);
     mesh.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
     mesh.host = " host " + std::to_string(script.hostOf[rank]);
-    mesh.storeHost = "127.0.0.1";
     mesh.eagerBytes = 16 * 1024;
     mesh.singleCopy = Env::process().singleCopy;  // see forSeeds()
     if (seed % 3 && !script.hasLarge) mesh.eagerInCollectives = 16 * 1024;
     mesh.tls = tls;
     if (seed % 4 < 2) mesh.flows = 3;
-    mesh.tap = climate[rank];
-    ASSERT_OK(Engine::create(mesh, &engines[rank]));
+    mesh.tap = networks[rank];
+    engines[rank] = test::makeEngine(mesh);
   }
+  // Bytes that were held back raise no event, so the sleepers are woken to read again.
   std::thread clock([&] {
     while (running.load() > 0) {
       std::this_thread::sleep_for(1ms);
@@ -674,11 +658,8 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
     }
   });
   test::Threads(script.ranks, [&](int rank) {
-    GroupOptions options;
-    options.name = "storm";
-    options.rank = rank;
-    options.ranks = script.ranks;
-    options.timeout = 200s;  // other programs may take the processor meanwhile
+    // The timeout is long, as other programs may use the processors.
+    GroupOptions options = test::groupOptions(rank, script.ranks, 200'000);
     options.interrupted = [&isOut] {
       return forming && std::any_of(forming->begin(), forming->end(), [&](int member) {
                return isOut[static_cast<size_t>(member)].load();
@@ -688,7 +669,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
     std::shared_ptr<Communicator> group;
     const Status met =
         Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);
-    Fates& mine = fates[static_cast<size_t>(rank)];
+    Results& mine = results[static_cast<size_t>(rank)];
     if (met.ok()) {
       mine = play(group, script);
     } else {
@@ -701,7 +682,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate) {
   });
   clock.join();
   for (const auto& blocks : kept) std::for_each(blocks.begin(), blocks.end(), freeBlock);
-  return fates;
+  return results;
 }
 
 void expect(bool isMet, unsigned seed, int rank, const std::string& text) {
@@ -710,67 +691,68 @@ void expect(bool isMet, unsigned seed, int rank, const std::string& text) {
   }
 }
 
-void expectWell(const Fate& fate, unsigned seed, int rank) {
-  expect(fate.error.ok() && !fate.isWrong && fate.done == fate.asked, seed, rank,
-         fate.isWrong ? "wrong bits" : test::show(fate.error));
+void expectSuccess(const Result& result, unsigned seed, int rank) {
+  expect(result.error.ok() && !result.isWrong && result.done == result.calls, seed, rank,
+         result.isWrong ? "wrong bits" : test::show(result.error));
 }
 
-void expectAllWell(const Script& script) {
-  Climate climate = climateOf(script);
-  const std::vector<Fates> fates = runWorld(script, climate);
+void expectAllSuccess(const Script& script) {
+  Networks networks = networksOf(script);
+  const std::vector<Results> results = runWorld(script, networks);
   for (int rank = 0; rank < script.ranks; ++rank) {
-    for (const auto& [group, fate] : fates[static_cast<size_t>(rank)]) {
-      expectWell(fate, script.seed, rank);
+    for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
+      expectSuccess(result, script.seed, rank);
     }
   }
 }
 
-// As messages name it.
+// The beginning of a rank's name in messages.
 std::string nameOf(int rank) { return "rank " + std::to_string(rank) + " ("; }
 
-// An error of this kind that has these words in it, or none at all.
-void expectHeard(const Fate& fate, unsigned seed, int rank, Code code, const std::string& words) {
-  expect(!fate.isWrong, seed, rank, "wrong bits");
-  if (fate.error.ok()) return expect(fate.done == fate.asked, seed, rank, "ended early");
+// Expects an error with this code and these words, or success.
+void expectErrorIfAny(const Result& result, unsigned seed, int rank, Code code,
+                      const std::string& words) {
+  expect(!result.isWrong, seed, rank, "wrong bits");
+  if (result.error.ok()) return expect(result.done == result.calls, seed, rank, "ended early");
   // Hasty ranks may act before they receive the better explanation.
-  if (MYCOLL_HASTE > 1 && fate.error.code() != Code::kTimeout) return;
-  expect(fate.error.code() == code && fate.error.message().find(words) != std::string::npos, seed,
-         rank, test::show(fate.error));
+  if (MYCOLL_HASTE > 1 && result.error.code() != Code::kTimeout) return;
+  expect(result.error.code() == code && result.error.message().find(words) != std::string::npos,
+         seed, rank, test::show(result.error));
 }
 
-// Each seed's fault befalls one rank's network, and with it groups that this rank is in. Survivors
-// hear of it: which rank is dead, or one of the two whose connection broke.
-void expectFaultIsHeard(const std::function<void(Weather& weather, const Script& script)>& plan,
-                        bool hasAlwaysWindow = false) {
+// With each seed, the network of one rank fails, and with it the groups that this rank is in. The
+// survivors' errors name the dead rank, or one of the two whose connection broke.
+void expectFaultIsReported(const std::function<void(Network& network, const Script& script)>& plan,
+                           bool hasAlwaysWindow = false) {
   std::atomic<int> failed{0};
   forSeeds(25, [&](unsigned seed) {
     Script script(seed);
     script.hasWindow |= hasAlwaysWindow;
-    Climate climate = climateOf(script);
-    plan(*climate[static_cast<size_t>(script.oddRank)], script);
-    const std::vector<Fates> fates = runWorld(script, climate);
-    const bool isDead = climate[static_cast<size_t>(script.oddRank)]->isDead();
+    Networks networks = networksOf(script);
+    plan(*networks[static_cast<size_t>(script.oddRank)], script);
+    const std::vector<Results> results = runWorld(script, networks);
+    const bool isDead = networks[static_cast<size_t>(script.oddRank)]->isDead();
     for (int rank = 0; rank < script.ranks; ++rank) {
-      for (const auto& [group, fate] : fates[static_cast<size_t>(rank)]) {
+      for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
         const int odd = script.rankIn(group, script.oddRank);
-        failed += !fate.error.ok();
+        failed += !result.error.ok();
         const auto& members = script.membersOf(group);
         const bool isIncomplete =
             group > 0 && std::any_of(members.begin(), members.end(), [&](int m) {
-              return !fates[static_cast<size_t>(m)].contains(group);
+              return !results[static_cast<size_t>(m)].contains(group);
             });
-        if (isIncomplete && fate.error.code() == Code::kInterrupted) {
-          expect(fate.done == 0, seed, rank, "calls in a group that was not made");
+        if (isIncomplete && result.error.code() == Code::kInterrupted) {
+          expect(result.done == 0, seed, rank, "calls in a group that was not made");
         } else if (odd < 0) {
-          expectWell(fate, seed, rank);
+          expectSuccess(result, seed, rank);
         } else if (isDead && rank == script.oddRank) {
-          expect(!fate.isWrong, seed, rank, "wrong bits");
+          expect(!result.isWrong, seed, rank, "wrong bits");
         } else {
-          // One whose network is dead still tells its host what it has seen, through shared memory.
+          // A rank whose network is dead still reports what it sees to its host by shared memory.
           const std::string itsView = "(seen by rank " + std::to_string(odd) + ")";
-          const bool isItsView = fate.error.message().find(itsView) != std::string::npos;
-          expectHeard(fate, seed, rank, Code::kPeerLost,
-                      isDead && !isItsView ? nameOf(odd) : "rank ");
+          const bool isItsView = result.error.message().find(itsView) != std::string::npos;
+          expectErrorIfAny(result, seed, rank, Code::kPeerLost,
+                           isDead && !isItsView ? nameOf(odd) : "rank ");
         }
       }
     }
@@ -778,25 +760,25 @@ void expectFaultIsHeard(const std::function<void(Weather& weather, const Script&
   EXPECT(failed > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
 }
 
-// What one rank does in a group reaches all others of it: this code, with these words and its name
-// in the message. It does nothing to other groups.
-void expectAllHearOf(Ending ending, Code code, const std::string& words) {
+// One rank ends a group early. All other ranks of that group get this code, and an error with these
+// words and the rank's name. Other groups are not affected.
+void expectEndingIsReported(Ending ending, Code code, const std::string& words) {
   forSeeds(25, [&](unsigned seed) {
     const Script script(seed, ending);
-    Climate climate = climateOf(script);
-    const std::vector<Fates> fates = runWorld(script, climate);
+    Networks networks = networksOf(script);
+    const std::vector<Results> results = runWorld(script, networks);
     const std::string odd = nameOf(script.rankIn(script.oddGroup, script.oddRank));
     for (int rank = 0; rank < script.ranks; ++rank) {
-      for (const auto& [group, fate] : fates[static_cast<size_t>(rank)]) {
+      for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
         if (group != script.oddGroup || (rank == script.oddRank && ending == Ending::kLeaving)) {
-          expectWell(fate, seed, rank);
+          expectSuccess(result, seed, rank);
           continue;
         }
-        expect(!fate.error.ok(), seed, rank, "has heard of nothing");
-        expectHeard(fate, seed, rank, code, words);
-        // Others leave because of it, and may be seen first.
+        expect(!result.error.ok(), seed, rank, "no error");
+        expectErrorIfAny(result, seed, rank, code, words);
+        // Other ranks leave because of it, and their departure may be detected first.
         if (ending == Ending::kLeaving) continue;
-        expectHeard(fate, seed, rank, code, odd);
+        expectErrorIfAny(result, seed, rank, code, odd);
       }
     }
   });
@@ -805,42 +787,42 @@ void expectAllHearOf(Ending ending, Code code, const std::string& words) {
 }  // namespace
 
 TEST(Simulation, slowLinksChangeNothing) {
-  forSeeds(25, [](unsigned seed) { expectAllWell(Script(seed)); });
+  forSeeds(25, [](unsigned seed) { expectAllSuccess(Script(seed)); });
 }
 
-TEST(Simulation, putsComeBeforeTheirSignals) {
+TEST(Simulation, putsArriveBeforeTheirSignals) {
   forSeeds(20, [](unsigned seed) {
     Script script(seed);
     script.hasWindow = true;
-    expectAllWell(script);
+    expectAllSuccess(script);
   });
 }
 
-TEST(Simulation, allRanksHearOfABrokenConnection) {
-  expectFaultIsHeard(
-      [](Weather& weather, const Script& script) { weather.planBreak(script.moveFor(400)); });
+TEST(Simulation, allRanksReportABrokenConnection) {
+  expectFaultIsReported(
+      [](Network& network, const Script& script) { network.planBreak(script.moveFor(400)); });
 }
 
-TEST(Simulation, allRanksWithWindowsHearOfABrokenConnection) {
-  expectFaultIsHeard(
-      [](Weather& weather, const Script& script) { weather.planBreak(script.moveFor(400)); },
+TEST(Simulation, allRanksWithWindowsReportABrokenConnection) {
+  expectFaultIsReported(
+      [](Network& network, const Script& script) { network.planBreak(script.moveFor(400)); },
       /*hasAlwaysWindow=*/true);
 }
 
-TEST(Simulation, survivorsHearOfADeath) {
-  expectFaultIsHeard(
-      [](Weather& weather, const Script& script) { weather.planDeath(script.moveFor(400)); });
+TEST(Simulation, survivorsReportADeath) {
+  expectFaultIsReported(
+      [](Network& network, const Script& script) { network.planDeath(script.moveFor(400)); });
 }
 
-// Whatever it calls instead, and wherever it is: nobody takes a number from it.
-TEST(Simulation, allRanksHearOfACallThatDiffers) {
-  expectAllHearOf(Ending::kOddCall, Code::kMismatch, "MISMATCH");
+// One rank calls something else, and no rank uses its data.
+TEST(Simulation, allRanksReportACallThatDiffers) {
+  expectEndingIsReported(Ending::kOddCall, Code::kMismatch, "MISMATCH");
 }
 
-TEST(Simulation, allRanksHearOfAnAbort) {
-  expectAllHearOf(Ending::kAbort, Code::kAborted, "the program is tired");
+TEST(Simulation, allRanksReportAnAbort) {
+  expectEndingIsReported(Ending::kAbort, Code::kAborted, "aborted by the script");
 }
 
-TEST(Simulation, allRanksHearOfALeaving) {
-  expectAllHearOf(Ending::kLeaving, Code::kPeerLost, "has left the group");
+TEST(Simulation, allRanksReportADeparture) {
+  expectEndingIsReported(Ending::kLeaving, Code::kPeerLost, "has left the group");
 }

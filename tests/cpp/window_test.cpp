@@ -1,4 +1,4 @@
-// Windows: what ranks put into each other's memory, and the signals that follow it.
+// Windows: puts into the memory of other ranks, and the signals that follow them.
 #include "engine/window.h"
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "calls.h"
 #include "processes.h"
 #include "test.h"
 #include "transport/mesh.h"
@@ -25,11 +26,11 @@ namespace {
 
 constexpr size_t kMiB = 1024 * 1024;
 
-uint32_t element(int from, int to, size_t index) {
+uint32_t valueOf(int from, int to, size_t index) {
   return static_cast<uint32_t>(from * 1'000'003 + to * 10'007 + static_cast<int>(index) * 7);
 }
 
-// Memory of a rank, shared or not; zeroed.
+// Memory of a rank, shared or not, and zeroed.
 class Memory {
  public:
   Memory(bool isShared, size_t count) : count_(count) {
@@ -94,12 +95,6 @@ Status waitSignal(Communicator& group, const std::shared_ptr<Window>& window, in
   return complete(group, op);
 }
 
-Status barrier(Communicator& group) {
-  Call call;
-  call.kind = OpKind::kBarrier;
-  return complete(group, group.submit(std::move(call), nullptr, true));
-}
-
 bool isMapped(const std::shared_ptr<Window>& window, int rank) {
   std::shared_ptr<Pages> pages;
   EXPECT_OK(window->map(rank, &pages));
@@ -124,7 +119,7 @@ void inAllPlaces(int ranks, const std::function<void(Communicator&, const Place&
 }
 
 void putToEveryRank(Communicator& group, const Place& place) {
-  // In pieces, where it travels by messages.
+  // The largest is sent in pieces if it is sent by messages.
   const size_t sizes[] = {1, 1000, (isShort() ? 1 : 3) * kMiB / 4 + 17};
   for (const size_t count : sizes) {
     const int self = group.rank(), ranks = group.ranks();
@@ -133,16 +128,16 @@ void putToEveryRank(Communicator& group, const Place& place) {
     ASSERT_OK(open(group, window, memory.span()));
     for (int rank = 0; rank < ranks; ++rank) {
       std::vector<uint32_t> data(count);
-      for (size_t i = 0; i < count; ++i) data[i] = element(self, rank, i);
+      for (size_t i = 0; i < count; ++i) data[i] = valueOf(self, rank, i);
       EXPECT_OK(put(group, window, {data.data(), count * 4}, rank,
                     static_cast<uint64_t>(self) * count * 4));
       EXPECT_OK(signal(group, window, rank));
     }
     for (int rank = 0; rank < ranks; ++rank) {
       EXPECT_OK(waitSignal(group, window, rank));
-      const uint32_t* came = memory.data() + static_cast<size_t>(rank) * count;
+      const uint32_t* received = memory.data() + static_cast<size_t>(rank) * count;
       size_t wrong = 0;
-      for (size_t i = 0; i < count; ++i) wrong += came[i] != element(rank, self, i);
+      for (size_t i = 0; i < count; ++i) wrong += received[i] != valueOf(rank, self, i);
       EXPECT_EQ(wrong, 0u);
     }
     const bool isOnHost = place.links == Links::kShm;
@@ -164,7 +159,8 @@ TEST(Window, everyProcessPutsToEveryProcess) {
   }
 }
 
-// Whole pages of the other process's window, and of no more of its memory.
+// A process maps the pages of another process's window, and nothing else of its memory. The mapping
+// is that memory and no copy.
 TEST(Window, aProcessMapsTheWindowAlone) {
   constexpr size_t kCount = 3000;
   runProcesses(2, [](Communicator& group) {
@@ -177,6 +173,7 @@ TEST(Window, aProcessMapsTheWindowAlone) {
     const Mapping mapping = mappingAt(pages->data());
     EXPECT_EQ(mapping.access, "rw-s");
     EXPECT(mapping.bytes() >= kCount * 4 && mapping.bytes() < kCount * 4 + 2 * 4096);
+    EXPECT_EQ(pages->bytes(), kCount * 4);
     pages->data()[0] = 5;
     EXPECT_OK(barrier(group));
     EXPECT(*memory.span().begin() == 5);
@@ -190,26 +187,7 @@ TEST(Window, aProcessMapsTheWindowAlone) {
   });
 }
 
-// What is mapped is the memory itself. (Threads share one mapping: the addresses are equal.)
-TEST(Window, aMappingIsNoCopy) {
-  constexpr size_t kCount = 10 * kMiB;
-  std::vector<uint32_t*> places(2);
-  runWorld(2, Links::kShm, [&](Communicator& group) {
-    Memory memory(true, kCount);
-    places[static_cast<size_t>(group.rank())] = memory.data();
-    const auto window = makeWindow(group);
-    ASSERT_OK(open(group, window, memory.span()));
-    std::shared_ptr<Pages> pages;
-    ASSERT_OK(window->map(1 - group.rank(), &pages));
-    ASSERT(pages != nullptr);
-    EXPECT(pages->data() == reinterpret_cast<char*>(places[static_cast<size_t>(1 - group.rank())]));
-    EXPECT_EQ(pages->bytes(), kCount * 4);
-    pages.reset();
-    EXPECT_OK(close(group, window));
-  });
-}
-
-// More than any socket or ring holds, while the target's thread is in no call.
+// A rank puts more bytes than any socket or ring holds while the target is in no call.
 TEST(Window, aPutNeedsNoCallOfItsTarget) {
   const size_t count = (isShort() ? 12 : 48) * kMiB / 4;
   for (const Place& place : kPlaces) {
@@ -233,8 +211,8 @@ TEST(Window, aPutNeedsNoCallOfItsTarget) {
   }
 }
 
-// Signals do not overtake the pieces of a put, whatever else is on the connection.
-TEST(Window, signalsComeAfterTheirPuts) {
+// Signals do not overtake the pieces of a put, whatever else is sent over the connection.
+TEST(Window, signalsArriveAfterTheirPuts) {
   const size_t count = (isShort() ? 4 : 8) * kMiB / 4;
   for (const Place& place : kPlaces) {
     runWorld(2, place.links, [&](Communicator& group) {
@@ -253,12 +231,12 @@ TEST(Window, signalsComeAfterTheirPuts) {
           EXPECT_OK(
               window->put({data.data(), count * 4}, 1, 0, nullptr, false, kGroupTimeout, &op));
           ops.push_back(op);
-          // The other window's signal may come first: it is about no put.
+          // The other window's signal follows no put, so it may arrive first.
           EXPECT_OK(second->signal(1, false, kGroupTimeout, &op));
           ops.push_back(op);
           EXPECT_OK(window->signal(1, false, kGroupTimeout, &op));
           ops.push_back(op);
-          EXPECT_OK(waitSignal(group, second, 1));  // it has looked
+          EXPECT_OK(waitSignal(group, second, 1));  // rank 1 has checked the data
         } else {
           ops.push_back(group.recv({span, 0, 3, DType::kUInt32}, nullptr, false));
           EXPECT_OK(waitSignal(group, second, 0));
@@ -315,7 +293,7 @@ TEST(Window, boundsAreCheckedBeforeAnythingIsSent) {
     for (const auto& [bytes, offset] : wrong) {
       const Status status = put(group, window, {data.data(), bytes}, other, offset);
       EXPECT_EQ(status.code(), Code::kInvalidArgument);
-      EXPECT(status.message().find("rank " + std::to_string(other)) != std::string::npos);
+      EXPECT_CONTAINS(status, "rank " + std::to_string(other));
     }
     for (const int rank : {-1, 2}) {
       EXPECT_EQ(put(group, window, {data.data(), 4}, rank, 0).code(), Code::kInvalidArgument);
@@ -332,7 +310,7 @@ TEST(Window, boundsAreCheckedBeforeAnythingIsSent) {
   });
 }
 
-// Its sender's word is not believed: a frame that writes beyond the window ends the group, and
+// The receiver checks bounds, too: a frame that would write beyond the window fails the group and
 // writes nothing.
 TEST(Window, aFrameBeyondTheWindowIsRefused) {
   const uint64_t wrong[][3] = {// window, offset, bytes
@@ -343,7 +321,7 @@ TEST(Window, aFrameBeyondTheWindowIsRefused) {
                                {99, 0, 1}};
   for (const auto& [number, offset, bytes] : wrong) {
     for (const Links links : {Links::kShm, Links::kTcp}) {
-      std::latch isOpen(2);  // the frame fails the group, and with it a rank that still opens
+      std::latch isOpen(2);  // otherwise the frame could fail the group before rank 1 has opened
       runWorld(2, links, [&](Communicator& group) {
         std::vector<char> memory(192, 'x'), data(256, 'y');
         const auto window = makeWindow(group);
@@ -359,16 +337,16 @@ TEST(Window, aFrameBeyondTheWindowIsRefused) {
         }
         const Status status = waitSignal(group, window, 1 - group.rank());
         EXPECT_EQ(status.code(), Code::kInternal);
-        EXPECT(status.message().find("rank 0") != std::string::npos);
-        EXPECT(status.message().find("no window") != std::string::npos);
+        EXPECT_CONTAINS(status, "rank 0");
+        EXPECT_CONTAINS(status, "no window");
         EXPECT_EQ(std::string(memory.begin(), memory.end()), std::string(192, 'x'));
       });
     }
   }
 }
 
-// What comes for a window that is closed here goes nowhere, and is no failure.
-TEST(Window, whatComesForAClosedWindowIsDropped) {
+// A put to a window that its target has dropped writes nothing and is no failure.
+TEST(Window, putsToADroppedWindowAreIgnored) {
   for (const Place& place : kPlaces) {
     std::latch isDropped(2);
     runWorld(2, place.links, [&](Communicator& group) {
@@ -389,7 +367,7 @@ TEST(Window, whatComesForAClosedWindowIsDropped) {
           window.reset();
         }
       }
-      // Rank 1 has freed its memory, and whatever is there now is left alone.
+      // Rank 1 has freed its memory. New memory in its place is not overwritten.
       Memory after(place.isShared, 4 * kMiB / 4);
       if (group.rank() == 1) {
         EXPECT_OK(waitSignal(group, next, 0));
@@ -403,7 +381,7 @@ TEST(Window, whatComesForAClosedWindowIsDropped) {
   }
 }
 
-// Others may still write to memory whose window was only dropped.
+// Memory whose window was only dropped is not reused, because others may still write to it.
 TEST(Window, exposedMemoryIsNotUsedAgain) {
   SharedHeap& heap = SharedHeap::process();
   const size_t before = heap.usageForTest().regionBytes;
@@ -423,7 +401,7 @@ TEST(Window, exposedMemoryIsNotUsedAgain) {
     if (bytes >= kMiB) EXPECT(segment->data()[offset] == 0);  // its pages have been returned
     EXPECT(heap.free(next));
   }
-  // Nobody writes to this one any more.
+  // Memory that is no longer exposed is reused.
   void* const block = heap.allocate(1000);
   EXPECT(heap.expose({block, 1000}));
   heap.conceal({block, 1000});
@@ -437,7 +415,7 @@ TEST(Window, exposedMemoryIsNotUsedAgain) {
   EXPECT(!heap.expose({neighbour, 0}));
 }
 
-TEST(Window, closedByAllItsMemoryIsUsedAgain) {
+TEST(Window, memoryOfAWindowThatAllHaveClosedIsUsedAgain) {
   std::latch areMapped(2);
   runWorld(2, Links::kShm, [&](Communicator& group) {
     SharedHeap& heap = SharedHeap::process();
@@ -451,14 +429,14 @@ TEST(Window, closedByAllItsMemoryIsUsedAgain) {
       EXPECT_OK(close(group, window));
       const uint64_t region = heap.find({block, 1}).region;
       EXPECT(heap.free(block));
-      // A region of its own, which is kept for the next block, unless it was lost with this one.
+      // The block has a region of its own, which is kept for the next block unless it is mapped.
       EXPECT_EQ(heap.segmentOf(region) == nullptr, staysMapped);
-      if (pages) pages->data()[0] = 1;  // still there, and nobody's
+      if (pages) pages->data()[0] = 1;  // the mapping remains valid
     }
   });
 }
 
-// Windows go in any order, with waits open, before the group or after it.
+// Windows are destroyed in any order, with pending waits, before the group or after it.
 TEST(Window, endsInAnyOrder) {
   inAllPlaces(2, [](Communicator& group, const Place& place) {
     Memory memory(place.isShared, 1000);
@@ -470,7 +448,7 @@ TEST(Window, endsInAnyOrder) {
     first.reset();
     const Status ended = complete(group, waiting);
     EXPECT_EQ(ended.code(), Code::kAborted);
-    EXPECT(ended.message().find("window #1") != std::string::npos);
+    EXPECT_CONTAINS(ended, "window #1");
     EXPECT_OK(signal(group, second, 1 - group.rank()));
     EXPECT_OK(waitSignal(group, second, 1 - group.rank()));
     group.close(Deadline::after(2000ms));
@@ -492,8 +470,8 @@ TEST(Window, aTimeoutNamesTheMissingRank) {
       const Status status = waitSignal(group, window, 1, 300ms);
       isOver.count_down();
       EXPECT_EQ(status.code(), Code::kTimeout);
-      EXPECT(status.message().find("wait_signal from rank 1") != std::string::npos);
-      EXPECT(status.message().find("window #1") != std::string::npos);
+      EXPECT_CONTAINS(status, "wait_signal from rank 1");
+      EXPECT_CONTAINS(status, "window #1");
     });
   }
 }
@@ -515,13 +493,13 @@ TEST(Window, aRankThatHasLeftIsNamed) {
       EXPECT_EQ(waited.code(), Code::kPeerLost);
       const Status status = put(group, window, memory.span(), 1, 0);
       EXPECT_EQ(status.code(), Code::kPeerLost);
-      EXPECT(status.message().find("rank 1") != std::string::npos);
+      EXPECT_CONTAINS(status, "rank 1");
     });
   }
 }
 
-// A window of a group that has failed holds nobody's memory for long.
-TEST(Window, aDeadGroupLetsGoOfMappings) {
+// A group that fails releases its windows' mappings.
+TEST(Window, aFailedGroupReleasesMappings) {
   runWorld(2, Links::kShm, [](Communicator& group) {
     Memory memory(true, 1000);
     const auto window = makeWindow(group);
@@ -532,15 +510,13 @@ TEST(Window, aDeadGroupLetsGoOfMappings) {
     EXPECT_EQ(pages.use_count(), 2);
     ASSERT_OK(barrier(group));
     if (group.rank() == 0) group.abort("enough");
-    const Deadline deadline = Deadline::after(20s);
-    while (pages.use_count() > 1 && !deadline.expired()) std::this_thread::sleep_for(10ms);
-    EXPECT_EQ(pages.use_count(), 1);
-    pages->data()[0] = 1;  // a mapping that somebody has is good for as long as he has it
+    EXPECT(eventually([&] { return pages.use_count() == 1; }));
+    pages->data()[0] = 1;  // a mapping remains valid while it is referenced
     EXPECT_EQ(put(group, window, memory.span(), 1 - group.rank(), 0).code(), Code::kAborted);
   });
 }
 
-// Ranks of two hosts: some are mapped, others are not.
+// Windows of ranks on the same host are mapped, and those of the other host are not.
 TEST(Window, spansHosts) {
   runHosts({0, 0, 1, 1}, [](Communicator& group) {
     const int self = group.rank();
@@ -561,7 +537,7 @@ TEST(Window, spansHosts) {
   });
 }
 
-// Windows that ranks open in different orders are told apart before anything is put.
+// Opening a window does not match another collective.
 TEST(Window, otherCollectivesDoNotMatch) {
   runWorld(2, Links::kShm, [](Communicator& group) {
     Memory memory(true, 10);

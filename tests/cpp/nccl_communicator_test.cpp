@@ -1,4 +1,4 @@
-// Communicators: connecting, enqueuing, and errors that come later.
+// Communicators: connecting, enqueuing, and asynchronous errors.
 #include "nccl/comm.h"
 #include "nccl_world.h"
 
@@ -14,23 +14,23 @@ TEST(NcclConnect, endsByItsDeadline) {
   for (bool isBlocking : {false, true}) {
     CommOptions options;
     options.nccl.isBlocking = isBlocking;
-    // On a device that no other test uses: the thread of the blocking call stays in NCCL.
+    // On a device that no other test uses, as the thread of the blocking call stays in NCCL.
     const auto comm = lone(standIn, 3, 4, options);
     const Clock::time_point start = Clock::now();
     const Status status = comm->connect(newId(standIn), in(200), nullptr);
     EXPECT_EQ(status.code(), Code::kTimeout);
-    EXPECT(contains(status, "ncclCommInitRankConfig timed out after"));
-    EXPECT(contains(status, "rank 3 of 4 in 'lone'; NCCL 2.28.9"));
+    EXPECT_CONTAINS(status, "ncclCommInitRankConfig timed out after");
+    EXPECT_CONTAINS(status, "rank 3 of 4 in 'lone'; NCCL 2.28.9");
     EXPECT(secondsSince(start) < kSoon);
     EXPECT_EQ(comm->state(), State::kAborted);
     EXPECT_EQ(comm->cause().message(), status.message());
     EXPECT_EQ(comm->handle(), static_cast<RawComm*>(nullptr));
-    // A blocking call is left alone in NCCL, which has no way to end it.
+    // NCCL cannot end a blocking call, so its thread is left there.
     if (!isBlocking) EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
   }
 }
 
-TEST(NcclConnect, endsWhenTheCheckSaysSo) {
+TEST(NcclConnect, endsWhenItsCheckFails) {
   StandIn& standIn = StandIn::required();
   const auto comm = lone(standIn);
   int asked = 0;
@@ -42,7 +42,7 @@ TEST(NcclConnect, endsWhenTheCheckSaysSo) {
   EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
 }
 
-TEST(NcclConnect, leavesACallThatHangs) {
+TEST(NcclConnect, abandonsACallThatHangs) {
   StandIn& standIn = StandIn::required();
   const auto comm = lone(standIn);
   {
@@ -50,10 +50,11 @@ TEST(NcclConnect, leavesACallThatHangs) {
     EXPECT_EQ(comm->connect(newId(standIn), in(100), nullptr).code(), Code::kTimeout);
     EXPECT_EQ(standIn.count("comms"), 0);
   }
-  // It comes back, and what it made is freed.
+  // The call returns, and its communicator is freed.
   EXPECT(eventually([&] { return standIn.count("ncclCommAbort") > 0; }));
   EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
-  EXPECT(eventually([&] { return standIn.count("connecting") == 0; }));  // NCCL takes one thread
+  // NCCL connects one thread at a time, which the next test needs.
+  EXPECT(eventually([&] { return standIn.count("connecting") == 0; }));
 }
 
 TEST(NcclConnect, endsWhenAborted) {
@@ -69,8 +70,8 @@ TEST(NcclConnect, endsWhenAborted) {
   EXPECT_EQ(comm->cause().message(), "on request");
 }
 
-// The abort finds no handle to free, and NCCL's call comes back before anybody looks again.
-TEST(NcclConnect, freesWhatComesAfterAnAbort) {
+// An abort finds no handle to free, and NCCL's call returns one before the state is checked again.
+TEST(NcclConnect, freesAHandleThatArrivesAfterAnAbort) {
   StandIn& standIn = StandIn::required();
   const auto comm = lone(standIn, 0, 1);
   auto hanging = std::make_unique<StandIn::Scripted>(standIn, "hang=connect");
@@ -87,7 +88,7 @@ TEST(NcclConnect, freesWhatComesAfterAnAbort) {
   EXPECT(eventually([&] { return standIn.count("connecting") == 0; }));
 }
 
-TEST(NcclConnect, reportsWhatNcclSays) {
+TEST(NcclConnect, reportsErrorsOfNccl) {
   StandIn& standIn = StandIn::required();
   for (bool isBlocking : {true, false}) {
     const auto script = standIn.scripted("fail=init");
@@ -95,16 +96,16 @@ TEST(NcclConnect, reportsWhatNcclSays) {
     options.nccl.isBlocking = isBlocking;
     const int64_t comms = standIn.count("comms");
     const Status status = lone(standIn, 0, 1, options)->connect(newId(standIn), patient(), nullptr);
-    EXPECT(eventually([&] { return standIn.count("comms") == comms; }));  // no handle is left
+    EXPECT(eventually([&] { return standIn.count("comms") == comms; }));  // no handle leaks
     EXPECT_EQ(status.code(), Code::kInternal);
-    EXPECT(
-        contains(status, "ncclCommInitRankConfig failed on rank 0 of 1 in 'lone': internal error"));
+    EXPECT_CONTAINS(status,
+                    "ncclCommInitRankConfig failed on rank 0 of 1 in 'lone': internal error");
   }
   const auto script = standIn.scripted("duplicate_gpu=1");
   const UniqueId id = newId(standIn);
   test::Threads(2, [&](int rank) {
     const Status status = lone(standIn, rank)->connect(id, patient(), nullptr);
-    EXPECT(contains(status, "invalid usage; last error: stand-in: Duplicate GPU detected"));
+    EXPECT_CONTAINS(status, "invalid usage; last error: stand-in: Duplicate GPU detected");
   });
 }
 
@@ -136,13 +137,13 @@ TEST(NcclConnect, passesOptionsOn) {
   CommOptions wrong;
   wrong.nccl.minCtas = 9;
   wrong.nccl.maxCtas = 2;
-  EXPECT(contains(lone(standIn, 0, 1, wrong)->connect(newId(standIn), patient(), nullptr),
-                  "invalid argument"));
+  EXPECT_CONTAINS(lone(standIn, 0, 1, wrong)->connect(newId(standIn), patient(), nullptr),
+                  "invalid argument");
 }
 
 // --- issuing
 
-TEST(NcclIssue, waitsForWhatIsInProgress) {
+TEST(NcclIssue, waitsUntilACallIsEnqueued) {
   StandIn& standIn = StandIn::full();
   const auto script = standIn.scripted("progress_ms=20");
   World world(standIn, 2);
@@ -150,26 +151,26 @@ TEST(NcclIssue, waitsForWhatIsInProgress) {
     for (int round = 0; round < 3; ++round) {
       Buffer data(filled(rank.comm->rank() + 1), rank.stream);
       ASSERT_OK(sum(rank, data));
-      // Enqueued by now: what follows on the stream comes after it.
+      // The call is enqueued, so later work on the stream runs after it.
       EXPECT(isSumOf(data, 3));
     }
   });
 }
 
-TEST(NcclIssue, refusesBeforeAndAfter) {
+TEST(NcclIssue, refusesCommunicatorsThatAreNewOrClosed) {
   StandIn& standIn = StandIn::full();
   Rank rank{lone(standIn), World::streamOf(0)};
   Buffer data(filled(1), rank.stream);
-  EXPECT(contains(sum(rank, data), "cannot be used: it is new"));
+  EXPECT_CONTAINS(sum(rank, data), "cannot be used: it is new");
   EXPECT_OK(rank.comm->check());
   EXPECT_OK(rank.comm->close(patient()));
   EXPECT_OK(rank.comm->close(patient()));
   EXPECT_EQ(rank.comm->state(), State::kClosed);
   EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "late")));
-  EXPECT(contains(sum(rank, data), "cannot be used: it is closed"));
+  EXPECT_CONTAINS(sum(rank, data), "cannot be used: it is closed");
 }
 
-TEST(NcclIssue, failsForGoodWhenACallFails) {
+TEST(NcclIssue, aFailedCallFailsTheCommunicator) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 1);
   Rank& rank = world[0];
@@ -181,31 +182,31 @@ TEST(NcclIssue, failsForGoodWhenACallFails) {
     const Status status =
         enqueue(issue, callOf(OpKind::kAllReduce, DType::kInt32, {data.span()}, {data.span()}),
                 rank.stream);
-    EXPECT(contains(status, "ncclAllReduce failed on rank 0 of 1 in 'world': internal error"));
-    EXPECT(contains(status, "last error: stand-in: aborted, or told to fail"));
+    EXPECT_CONTAINS(status, "ncclAllReduce failed on rank 0 of 1 in 'world': internal error");
+    EXPECT_CONTAINS(status, "last error: stand-in: aborted, or told to fail");
     EXPECT_EQ(issue.end().message(), status.message());
   }
   EXPECT_EQ(rank.comm->state(), State::kFailed);
   EXPECT_EQ(sum(rank, data).message(), rank.comm->cause().message());
-  // The thread's group depth is back at none.
+  // The thread is in no NCCL group.
   EXPECT(standIn.library().functions().groupEnd() == Result::kInvalidUsage);
   EXPECT(!rank.comm->close(patient()).ok());
   EXPECT_EQ(rank.comm->state(), State::kAborted);
 }
 
-// As NCCL does with NCCL_CHECK_POINTERS; without it, what follows is NCCL's luck.
-TEST(NcclIssue, isRefusedMemoryOfAnotherDevice) {
+// The stand-in behaves as NCCL with NCCL_CHECK_POINTERS. Without it, the behaviour is undefined.
+TEST(NcclIssue, reportsMemoryOfAnotherDevice) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 2);
   Buffer others(filled(1), world[1].stream);
-  EXPECT(contains(sum(world[0], others),
-                  "ncclAllReduce: a buffer is on device 1, the communicator on 0"));
+  EXPECT_CONTAINS(sum(world[0], others),
+                  "ncclAllReduce: a buffer is on device 1, the communicator on 0");
 }
 
 TEST(NcclIssue, takesTurnsBetweenThreads) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 1);
-  // Of the communicator's device; each is a thread for good.
+  // Streams of the communicator's device. Each is a thread that never ends.
   static void* const kStreams[] = {World::streamOf(0), World::streamOf(4),
                                    mycoll_standin_stream_create(0, 0),
                                    mycoll_standin_stream_create(0, 0)};
@@ -221,7 +222,7 @@ TEST(NcclIssue, takesTurnsBetweenThreads) {
 
 // --- errors
 
-TEST(NcclErrors, areNoticedWhileOperationsRun) {
+TEST(NcclErrors, areDetectedWhileOperationsRun) {
   for (const auto& [result, code] :
        {std::pair("1", Code::kInternal), {"6", Code::kPeerLost}, {"2", Code::kNetwork}}) {
     StandIn& standIn = StandIn::full();
@@ -239,7 +240,7 @@ TEST(NcclErrors, areNoticedWhileOperationsRun) {
       if (rank.comm->rank() == 1) {
         EXPECT(eventually([&] { return !rank.comm->check().ok(); }));
         EXPECT_EQ(rank.comm->check().code(), code);
-        EXPECT(contains(rank.comm->check(), "asynchronous error"));
+        EXPECT_CONTAINS(rank.comm->check(), "asynchronous error");
         EXPECT_EQ(rank.comm->state(), State::kFailed);
         EXPECT_EQ(sum(rank, data).code(), code);
       }
@@ -250,7 +251,7 @@ TEST(NcclErrors, areNoticedWhileOperationsRun) {
   }
 }
 
-TEST(NcclErrors, ranksThatDiffer) {
+TEST(NcclErrors, differentCallsAreReported) {
   StandIn& standIn = StandIn::full();
   const auto script = standIn.scripted("mismatch=error");
   const int64_t before = standIn.count("mismatches");
@@ -263,7 +264,7 @@ TEST(NcclErrors, ranksThatDiffer) {
     ASSERT_OK(sum(rank, data));
     mycoll_standin_gate_open(gate);
     EXPECT(eventually([&] { return !rank.comm->check().ok(); }));
-    EXPECT(contains(rank.comm->check(), "invalid usage"));
+    EXPECT_CONTAINS(rank.comm->check(), "invalid usage");
     EXPECT_OK(rank.comm->abort(patient(), rank.comm->cause()));
   });
   EXPECT(standIn.count("mismatches") > before);

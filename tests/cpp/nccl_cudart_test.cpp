@@ -1,5 +1,5 @@
-// csrc/nccl/cudart.h over a CUDA runtime of three variables. The program exports the functions, so
-// that they are found as a real runtime's are.
+// csrc/nccl/cudart.h with a fake CUDA runtime. The program exports its functions, so they are found
+// as those of a real runtime are.
 #include <thread>
 
 #include "nccl/cudart.h"
@@ -45,21 +45,21 @@ TEST(Cudart, reportsACapture) {
   EXPECT(!cudart.isCapturing(&stream));
   isCapturing = true;
   EXPECT(cudart.isCapturing(&stream));
-  // An error is not left for others to find.
+  // An error is cleared, so that other code does not find it.
   isRefusing = true;
   EXPECT(!cudart.isCapturing(&stream));
   EXPECT_EQ(lastError, 0);
   isCapturing = isRefusing = false;
 }
 
-TEST(Cudart, knowsGpus) {
+TEST(Cudart, returnsTheCapabilityOfAGpu) {
   const Cudart& cudart = Cudart::get();
   EXPECT_EQ(cudart.capability(0), 86);
   EXPECT_EQ(cudart.capability(1), 0);
   EXPECT_EQ(lastError, 0);
 }
 
-TEST(Cudart, relaxesOneThreadForAWhile) {
+TEST(Cudart, relaxesOneThreadForAScope) {
   {
     RelaxedCapture relaxed;
     EXPECT_EQ(captureMode, 2);

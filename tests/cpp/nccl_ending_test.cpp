@@ -1,4 +1,4 @@
-// How communicators end, whatever NCCL and their peers do; and what they leave: children, memory.
+// How communicators end, whatever NCCL and their peers do, and their children and memory.
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,17 +18,17 @@ namespace {
 
 using State = Comm::State;
 
-// --- abort, whatever hangs
+// --- abort
 
-TEST(NcclAbort, freesAStreamThatWaits) {
+TEST(NcclAbort, releasesAStreamThatWaits) {
   StandIn& standIn = StandIn::full();
   const auto script = standIn.scripted("connect=eagerly");
   World world(standIn, 2);
   Rank& rank = world[0];
   Buffer data(filled(1), rank.stream);
-  ASSERT_OK(sum(rank, data));  // rank 1 never comes
+  ASSERT_OK(sum(rank, data));  // rank 1 never calls
   const Clock::time_point start = Clock::now();
-  test::Threads(3, [&](int) {  // several at once: one does it, all wait for it
+  test::Threads(3, [&](int) {  // one thread aborts, and all wait until it has
     EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
   });
   EXPECT(mycoll_standin_stream_synchronize(rank.stream) == nullptr);
@@ -52,7 +52,7 @@ TEST(NcclAbort, endsAnEnqueueThatHangs) {
     EXPECT(eventually([&] { return standIn.count("ncclAllReduce") > before; }));
     std::thread behind([&] { second = sum(rank, data); });
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    EXPECT_OK(rank.comm->check());  // does not queue behind it
+    EXPECT_OK(rank.comm->check());  // does not wait for the enqueue
     EXPECT_OK(rank.comm->abort(patient(), Status(Code::kTimeout, "rank 7 never called it")));
     hanging.join();
     behind.join();
@@ -61,8 +61,8 @@ TEST(NcclAbort, endsAnEnqueueThatHangs) {
   }
 }
 
-// Where NCCL can revoke, nothing is freed before the thread that is inside has come back.
-TEST(NcclAbort, letsAThreadComeBackFirst) {
+// If NCCL has ncclCommRevoke, a communicator is freed after the thread inside NCCL has returned.
+TEST(NcclAbort, freesAfterAThreadHasReturned) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 1);
   Rank& rank = world[0];
@@ -81,7 +81,7 @@ TEST(NcclAbort, letsAThreadComeBackFirst) {
   hanging.join();
 }
 
-// Where it cannot, the communicator stays until the thread has come back by itself.
+// Without ncclCommRevoke, the communicator remains until the thread returns by itself.
 TEST(NcclAbort, waitsForAThreadThatCannotBeReleased) {
   StandIn& standIn = StandIn::required();
   CommOptions options;
@@ -106,8 +106,8 @@ TEST(NcclAbort, waitsForAThreadThatCannotBeReleased) {
   EXPECT_EQ(rank.comm->cause().message(), "enough");
 }
 
-// Also under a call on a thread of ours, whose caller has gone on.
-TEST(NcclAbort, letsASplitComeBackFirst) {
+// As above, for a split on a thread of mycoll's, whose caller no longer waits.
+TEST(NcclAbort, freesAfterASplitHasReturned) {
   StandIn& standIn = StandIn::full();
   CommOptions options;
   options.nccl.isBlocking = true;
@@ -116,7 +116,7 @@ TEST(NcclAbort, letsASplitComeBackFirst) {
   const int64_t splits = standIn.count("ncclCommSplit");
   std::thread splitting([&] {
     EXPECT(
-        !world[0].comm->split(0, 0, child.get(), patient(), nullptr).ok());  // rank 1 never comes
+        !world[0].comm->split(0, 0, child.get(), patient(), nullptr).ok());  // rank 1 never calls
   });
   EXPECT(eventually([&] { return standIn.count("ncclCommSplit") > splits; }));
   EXPECT_OK(world[0].comm->abort(patient(), Status(Code::kAborted, "enough")));
@@ -132,11 +132,11 @@ TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
     const Clock::time_point start = Clock::now();
     const Status status = world[0].comm->abort(in(300), Status(Code::kAborted, "enough"));
     EXPECT_EQ(status.code(), Code::kTimeout);
-    EXPECT(contains(status, "ncclCommAbort timed out"));
+    EXPECT_CONTAINS(status, "ncclCommAbort timed out");
     EXPECT(secondsSince(start) < kSoon);
     EXPECT_EQ(world[0].comm->abort(in(10), Status(Code::kAborted, "again")).code(), Code::kTimeout);
     EXPECT_OK(world[1].comm->abort(patient(), Status(Code::kAborted, "enough")));
-    World another(standIn, 2);  // the process is not dead
+    World another(standIn, 2);  // the process can make other communicators
     another.run([](Rank& rank) {
       Buffer data(filled(2), rank.stream);
       ASSERT_OK(sum(rank, data));
@@ -156,13 +156,13 @@ TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
   Buffer data(filled(1), world[0].stream);
   const Status status = sum(world[0], data);
   EXPECT_EQ(status.code(), Code::kTimeout);
-  EXPECT(contains(status, "ncclAllReduce timed out"));
+  EXPECT_CONTAINS(status, "ncclAllReduce timed out");
   EXPECT_EQ(world[0].comm->state(), State::kFailed);
 }
 
 // --- close
 
-TEST(NcclClose, waitsForWhatRuns) {
+TEST(NcclClose, waitsForRunningOperations) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
     CommOptions options;
@@ -197,14 +197,14 @@ TEST(NcclClose, endsByItsDeadline) {
       Buffer data(filled(1), world[0].stream), late(filled(1), world[1].stream);
       const auto script =
           standIn.scripted(isPending ? "connect=eagerly" : ("rank=0,hang=" + what).c_str());
-      if (isPending) EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
+      if (isPending) EXPECT_OK(sum(world[0], data));  // rank 1 calls too late
       const Clock::time_point start = Clock::now();
       const Status status = world[0].comm->close(in(200));
       EXPECT_EQ(status.code(), Code::kTimeout);
       EXPECT(secondsSince(start) < kSoon);
       EXPECT_EQ(world[0].comm->close(in(0)).message(), status.message());
       EXPECT_EQ(world[0].comm->abort(in(0), Status(Code::kAborted, "x")).code(), Code::kOk);
-      // Nobody takes the handle from the thread that is inside NCCL with it.
+      // The thread that is inside NCCL keeps the handle.
       EXPECT_EQ(world[0].comm->handle(), static_cast<RawComm*>(nullptr));
       if (isPending) EXPECT_OK(sum(world[1], late));
     }
@@ -212,7 +212,7 @@ TEST(NcclClose, endsByItsDeadline) {
   }
 }
 
-TEST(NcclClose, endsWhenTheCheckSaysSo) {
+TEST(NcclClose, endsWhenItsCheckFails) {
   StandIn& standIn = StandIn::full();
   const int64_t comms = standIn.count("comms");
   {
@@ -228,9 +228,9 @@ TEST(NcclClose, endsWhenTheCheckSaysSo) {
   EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
 }
 
-// Ranks that end two communicators in opposite orders: both come too late for the first one, and
-// NCCL may not end the second one beside it.
-TEST(NcclClose, endsTheNextOneBesideOneThatIsLate) {
+// Two ranks close two communicators in opposite orders. The first close of both times out, and NCCL
+// may not end the second communicator at the same time.
+TEST(NcclClose, endsACommunicatorBesideOneThatTimedOut) {
   StandIn& standIn = StandIn::full();
   const int64_t comms = standIn.count("comms");
   {
@@ -242,20 +242,20 @@ TEST(NcclClose, endsTheNextOneBesideOneThatIsLate) {
       World& second = rank == 0 ? other : one;
       EXPECT_EQ(first[rank].comm->close(in(300)).code(), Code::kTimeout);
       bothAreLate.arrive_and_wait();
-      // The abort of the rank that comes first lets the other one's first end come back.
+      // The abort of the first rank releases the first close of the other one.
       const Status status = second[rank].comm->close(patient());
       if (status.ok()) return;
       ++refused;
       EXPECT_EQ(status.code(), Code::kAborted);
-      EXPECT(contains(status, "all ranks of a host have to end their groups in one order"));
+      EXPECT_CONTAINS(status, "all ranks of a host have to end their groups in one order");
     });
     EXPECT(refused >= 1);
   }
   EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
 }
 
-// NCCL waits until it is destroyed.
-TEST(NcclClose, endsByItsDeadlineBesideALivingGraph) {
+// NCCL waits until a graph that contains its operations is destroyed.
+TEST(NcclClose, endsByItsDeadlineWhileAGraphExists) {
   StandIn& standIn = StandIn::full();
   const int64_t comms = standIn.count("comms");
   for (bool isBlocking : {true, false}) {
@@ -285,7 +285,7 @@ TEST(NcclSplit, byColorAndKey) {
     for (int round = 0; round < 3; ++round) {
       world.run([&](Rank& rank) {
         const int me = rank.comm->rank();
-        // Ranks 3, 1, 0 in this order; rank 2 has no part in it.
+        // The child has ranks 3, 1 and 0 in this order; rank 2 is no member.
         const int place = me == 3 ? 0 : me == 1 ? 1 : 2;
         const bool isMember = me != 2;
         const auto child = std::make_shared<Comm>(standIn.library(), place, 3, "child", options);
@@ -303,7 +303,7 @@ TEST(NcclSplit, byColorAndKey) {
         EXPECT_OK(child->close(patient()));
       });
     }
-    world.run([](Rank& rank) {  // the parent lives on
+    world.run([](Rank& rank) {  // the parent can still be used
       Buffer data(filled(1), rank.stream);
       ASSERT_OK(sum(rank, data));
       EXPECT(isSumOf(data, 4));
@@ -311,7 +311,7 @@ TEST(NcclSplit, byColorAndKey) {
   }
 }
 
-TEST(NcclSplit, endsWhenOthersDoNotCome) {
+TEST(NcclSplit, endsWhenOthersDoNotCall) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 2);
   const auto child = lone(standIn, 0, 2);
@@ -329,8 +329,8 @@ TEST(NcclSplit, endsWhenOthersDoNotCome) {
             "rank 0 has left");
 }
 
-// NCCL makes the child when nobody waits for it any more.
-TEST(NcclSplit, freesAChildThatComesLate) {
+// NCCL makes the child after the split has timed out.
+TEST(NcclSplit, freesAChildThatIsMadeLate) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
     CommOptions options;
@@ -350,7 +350,7 @@ TEST(NcclSplit, freesAChildThatComesLate) {
   }
 }
 
-TEST(NcclLacks, saysWhichFunction) {
+TEST(NcclLacks, errorsNameTheFunction) {
   StandIn& standIn = StandIn::required();
   World world(standIn, 1);
   Comm& comm = *world[0].comm;
@@ -366,12 +366,12 @@ TEST(NcclLacks, saysWhichFunction) {
         {Comm::allocate(standIn.library(), 1, &memory), "ncclMemAlloc"},
         {Comm::free(standIn.library(), nullptr), "ncclMemFree"}}) {
     EXPECT_EQ(status.code(), Code::kUnsupported);
-    EXPECT(contains(status, std::string("has no ") + function));
+    EXPECT_CONTAINS(status, std::string("has no ") + function);
   }
-  EXPECT_OK(comm.check());  // none of it does harm
+  EXPECT_OK(comm.check());  // these errors do not fail the communicator
 }
 
-TEST(NcclMemory, isRegisteredAndLetGo) {
+TEST(NcclMemory, isRegisteredAndDeregistered) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 2);
   world.run([&](Rank& rank) {
@@ -384,18 +384,18 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
     EXPECT(buffer.buffer != nullptr && window.window != nullptr);
     EXPECT_OK(rank.comm->deregister(window));
     EXPECT_OK(rank.comm->deregister(buffer));
-    EXPECT(contains(rank.comm->deregister(buffer), "ncclCommDeregister failed on rank"));
+    EXPECT_CONTAINS(rank.comm->deregister(buffer), "ncclCommDeregister failed on rank");
     EXPECT_OK(rank.comm->deregister({}));
     EXPECT_OK(Comm::free(standIn.library(), memory));
-    EXPECT(contains(Comm::free(standIn.library(), memory), "ncclMemFree failed"));
+    EXPECT_CONTAINS(Comm::free(standIn.library(), memory), "ncclMemFree failed");
     int onHost = 0;
     EXPECT(!rank.comm->registerMemory(&onHost, 4, /*isSymmetric=*/false, &buffer).ok());
     EXPECT_EQ(rank.comm->state(), State::kReady);
   });
 }
 
-// Its thread is still in NCCL, which no other call may enter now.
-TEST(NcclMemory, aLateCallEndsTheCommunicator) {
+// The thread of a registration that times out is still in NCCL, which no other thread may enter.
+TEST(NcclMemory, aRegistrationThatTimesOutFailsTheCommunicator) {
   StandIn& standIn = StandIn::full();
   CommOptions options;
   options.issueTimeout = [] { return std::chrono::milliseconds(100); };
@@ -407,7 +407,7 @@ TEST(NcclMemory, aLateCallEndsTheCommunicator) {
   const Status status = rank.comm->registerMemory(data.span().data, data.span().bytes,
                                                   /*isSymmetric=*/false, &made);
   EXPECT_EQ(status.code(), Code::kTimeout);
-  EXPECT(contains(status, "ncclCommRegister timed out"));
+  EXPECT_CONTAINS(status, "ncclCommRegister timed out");
   EXPECT_EQ(rank.comm->state(), State::kFailed);
   EXPECT_EQ(sum(rank, data).message(), status.message());
   mycoll_standin_gate_open(gate);
@@ -425,7 +425,7 @@ std::string hex(const UniqueId& id) {
   return text;
 }
 
-// Rank 1 of the next test, in a process of its own: sums until it is killed.
+// Rank 1 of the next test, which runs this in a process of its own. It sums until it is killed.
 TEST(NcclProcess, peer) {
   const char* const text = std::getenv("NCCL_TEST_PEER_ID");
   if (text == nullptr) SKIP("is started by the next test");
@@ -442,7 +442,7 @@ TEST(NcclProcess, peer) {
   }
 }
 
-TEST(NcclProcess, isMissedWhenKilled) {
+TEST(NcclProcess, aKilledPeerIsReported) {
   StandIn& standIn = StandIn::full();
   const UniqueId id = newId(standIn);
   setenv("NCCL_TEST_PEER_ID", hex(id).c_str(), 1);
@@ -463,11 +463,12 @@ TEST(NcclProcess, isMissedWhenKilled) {
   waitpid(peer, nullptr, 0);
   Buffer data(filled(1), rank.stream);
   void* const gate = mycoll_standin_gate_close(rank.stream);
-  for (int round = 0; round < 3; ++round) EXPECT_OK(sum(rank, data));  // it may have sent for one
+  // The peer may have sent its data for one more.
+  for (int round = 0; round < 3; ++round) EXPECT_OK(sum(rank, data));
   mycoll_standin_gate_open(gate);
   EXPECT(eventually([&] { return !rank.comm->check().ok(); }));
   EXPECT_EQ(rank.comm->check().code(), Code::kPeerLost);
-  EXPECT(contains(rank.comm->check(), "remote process exited"));
+  EXPECT_CONTAINS(rank.comm->check(), "remote process exited");
   EXPECT_OK(rank.comm->abort(patient(), rank.comm->cause()));
 }
 

@@ -1,7 +1,5 @@
-// The loader, which looks once for the whole process: each case runs in a process of its own.
+// The loader of NCCL. A process loads NCCL once, so each case runs in a process of its own.
 #include <dlfcn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <functional>
@@ -12,30 +10,15 @@
 #include "nccl/library.h"
 #include "test.h"
 
-#ifdef MYCOLL_COVERAGE
-extern "C" void __gcov_dump();
-#endif
-
 namespace mycoll::nccl {
 namespace {
 
 const std::string kFull = STANDINS "/libnccl.so.2";
 const std::string kRequired = STANDINS "/required/libnccl.so.2";
 
-// `body` returns what is wrong; empty: nothing.
+// `body` returns "" or what is wrong.
 void inChild(const std::function<std::string()>& body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    const std::string wrong = body();
-    if (!wrong.empty()) std::fprintf(stderr, "in the child: %s\n", wrong.c_str());
-#ifdef MYCOLL_COVERAGE
-    __gcov_dump();
-#endif
-    _exit(wrong.empty() ? 0 : 1);
-  }
-  int status = -1;
-  ASSERT(waitpid(child, &status, 0) == child);
-  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  test::endProcess(test::startProcess([&] { EXPECT_EQ(body(), ""); }));
 }
 
 std::string optionalFunctions(const Library& library) {
@@ -52,7 +35,7 @@ std::string refused(const std::string& wheel, Code code, const std::string& word
   const Status status = Library::get(wheel, &library);
   if (status.code() != code) return "not refused so: " + test::show(status);
   if (status.message().find(words) == std::string::npos) return test::show(status);
-  return Library::loaded() == nullptr ? "" : "there is a library nevertheless";
+  return Library::loaded() == nullptr ? "" : "the library was loaded nevertheless";
 }
 
 std::string found(const std::string& wheel, const std::string& path) {
@@ -62,7 +45,7 @@ std::string found(const std::string& wheel, const std::string& path) {
   if (library->path() != path) return library->path() + " instead of " + path;
   const Library* again = nullptr;
   if (!Library::get("/nowhere", &again).ok() || again != library) return "not the same again";
-  return Library::loaded() == library ? "" : "loaded() does not know it";
+  return Library::loaded() == library ? "" : "loaded() returns another library";
 }
 
 void ask(const std::string& file) {
@@ -70,7 +53,7 @@ void ask(const std::string& file) {
   Env::readAgainForTest();
 }
 
-TEST(NcclLibrary, isTheOneThatWasAskedFor) {
+TEST(NcclLibrary, mayBeNamedByTheUser) {
   inChild([] {
     ask(kRequired);
     return found(kFull, kRequired);
@@ -84,7 +67,7 @@ TEST(NcclLibrary, comesFromTheWheelOrTheSystem) {
   inChild([] { return found("/nowhere/libnccl.so.2", kFull); });
 }
 
-TEST(NcclLibrary, isTheOneThatIsLoadedAlready) {
+TEST(NcclLibrary, mayBeLoadedAlready) {
   for (int visibility : {RTLD_GLOBAL, RTLD_LOCAL}) {
     inChild([visibility] {
       if (dlopen(kRequired.c_str(), RTLD_NOW | visibility) == nullptr)
@@ -124,7 +107,7 @@ TEST(NcclLibrary, canBeMissingAndBeFoundLater) {
   });
 }
 
-TEST(NcclLibrary, refusesWhatItCannotUse) {
+TEST(NcclLibrary, refusesUnsuitableLibraries) {
   inChild([] {
     ask(STANDINS "/libmycoll_standin_device.so");
     return refused("", Code::kUnsupported, "is not NCCL");
@@ -150,7 +133,7 @@ TEST(NcclLibrary, refusesWhatItCannotUse) {
   });
 }
 
-TEST(NcclLibrary, knowsWhatItLacks) {
+TEST(NcclLibrary, optionalFunctionsMayBeMissing) {
   inChild([] {
     setenv("STANDIN_NCCL", "version=21801", 1);
     const Library* library = nullptr;
@@ -171,7 +154,7 @@ TEST(NcclLibrary, knowsWhatItLacks) {
   });
 }
 
-// For tests/test_nccl_abi.py, which knows where one is and what it should be.
+// tests/test_nccl_abi.py runs this with a real library, and checks what it prints.
 TEST(NcclLibrary, opensARealOne) {
   const char* const file = std::getenv("NCCL_TEST_LIBRARY");
   if (file == nullptr) SKIP("NCCL_TEST_LIBRARY names no library");
@@ -184,7 +167,7 @@ TEST(NcclLibrary, opensARealOne) {
   EXPECT(library->functions().groupEnd() == Result::kInvalidUsage);  // no group was started
 }
 
-TEST(Cudart, isNotHere) {
+TEST(Cudart, mayBeMissing) {
   const Cudart& cudart = Cudart::get();
   EXPECT(!cudart.isThere());
   EXPECT(!cudart.isCapturing(nullptr));

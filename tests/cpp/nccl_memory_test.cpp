@@ -1,30 +1,18 @@
-// A thread that gets no memory while it ends a communicator: each of its allocations fails once.
-#include <atomic>
-#include <cstdlib>
-#include <new>
-
+// A thread that ends a communicator gets no memory: each of its allocations fails once.
+#include "allocation_hook.h"
 #include "nccl/comm.h"
 #include "nccl_world.h"
 
 namespace {
 
-// The so many-th allocation of this thread fails. 0: none.
+// The number of the allocation of this thread that fails; 0: none.
 thread_local int failing = 0;
-
-void* allocate(std::size_t bytes) {
-  if (failing > 0 && --failing == 0) throw std::bad_alloc();
-  if (void* const block = std::malloc(bytes)) return block;
-  throw std::bad_alloc();
-}
 
 }  // namespace
 
-void* operator new(std::size_t bytes) { return allocate(bytes); }
-void* operator new[](std::size_t bytes) { return allocate(bytes); }
-void operator delete(void* block) noexcept { std::free(block); }
-void operator delete[](void* block) noexcept { std::free(block); }
-void operator delete(void* block, std::size_t) noexcept { std::free(block); }
-void operator delete[](void* block, std::size_t) noexcept { std::free(block); }
+void test::beforeAllocation(std::size_t) {
+  if (failing > 0 && --failing == 0) throw std::bad_alloc();
+}
 
 namespace mycoll::nccl::world {
 namespace {
@@ -46,7 +34,7 @@ TEST(NcclMemoryShort, everyAllocationOfACloseMayFail) {
     EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
   }
   EXPECT(isOver);
-  // No thread counts as left behind: another one ends in good order.
+  // No thread counts as abandoned, so another communicator can be closed.
   const World world(standIn, 1);
 }
 

@@ -1,4 +1,4 @@
-// Collectives that only move data, and messages, over the stand-ins.
+// Collectives that only move data, and messages, with the stand-in NCCL.
 #include "nccl_world.h"
 
 namespace mycoll::nccl::world {
@@ -21,8 +21,7 @@ TEST(NcclMoves, broadcast) {
   }
 }
 
-// Lists of equal parts, flat and not, and of uneven ones; also with an NCCL that lacks the newer
-// functions. `made` counts what NCCL was asked for.
+// Lists of equal parts, flat and not, and lists of uneven parts.
 void moves(StandIn& standIn, int ranks) {
   World world(standIn, ranks);
   world.run([ranks](Rank& rank) {
@@ -66,7 +65,7 @@ void moves(StandIn& standIn, int ranks) {
           if (isRoot) call.out = cut(gathered);
           ASSERT_OK(enqueue(*rank.comm, call, stream, form));
           EXPECT(gathered.read() == (isRoot ? everybody : pattern(bytes * ranks, 77)));
-          // In place: the root's part is there already.
+          // In place: the root's part is already in its buffer.
           if (isRoot) call.in = {gathered.part(me * bytes, bytes)};
           ASSERT_OK(enqueue(*rank.comm, call, stream, form));
           EXPECT(gathered.read() == (isRoot ? everybody : pattern(bytes * ranks, 77)));
@@ -83,7 +82,7 @@ void moves(StandIn& standIn, int ranks) {
         }
       }
     }
-    // Uneven: from s to r go uneven(s + r) elements of 8 bytes.
+    // Uneven: rank s sends uneven(s + r) elements of 8 bytes to rank r.
     std::vector<std::unique_ptr<Buffer>> kept;
     auto keep = [&](std::vector<char> content) {
       kept.push_back(std::make_unique<Buffer>(content, stream));
@@ -138,11 +137,11 @@ TEST(NcclMoves, pointToPointInGroups) {
   World world(StandIn::full(), 4);
   world.run([](Rank& rank) {
     const int me = rank.comm->rank();
-    // A ring, and one's own: as batch_isend_irecv has them.
+    // A ring, and messages to oneself, as batch_isend_irecv makes them.
     Buffer out(pattern(50000, me), rank.stream), in(50000, rank.stream), own(50000, rank.stream);
     Issue issue(*rank.comm);
     ASSERT_OK(issue.group());
-    EXPECT_OK(issue.group());  // once is enough
+    EXPECT_OK(issue.group());  // the second call does nothing
     ASSERT_OK(send(issue, out.span(), (me + 1) % 4, rank.stream));
     ASSERT_OK(receive(issue, in.span(), (me + 3) % 4, rank.stream));
     ASSERT_OK(send(issue, out.span(), me, rank.stream));
@@ -169,7 +168,7 @@ TEST(NcclMoves, coalescedCollectivesAreOneLaunch) {
       ASSERT_OK(
           enqueue(issue, callOf(OpKind::kAllReduce, DType::kInt32, {data}, {data}), rank.stream));
     }
-    // What NCCL cannot do is refused alone.
+    // A call that NCCL does not support is refused, and the others are not.
     const Span data = buffers.back()->span();
     EXPECT_EQ(enqueue(issue, callOf(OpKind::kAllReduce, DType::kInt16, {data}, {data}), rank.stream)
                   .code(),

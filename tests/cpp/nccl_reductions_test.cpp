@@ -1,4 +1,4 @@
-// Reductions over the stand-ins, against a plain reference: types, operations, sizes, splits.
+// Compares reductions of the stand-in NCCL with a plain reference: types, operations, sizes, parts.
 #include "nccl_world.h"
 #include "reduce_reference.h"
 
@@ -68,7 +68,7 @@ TEST(NcclReduce, everyTypeAndOperation) {
         EXPECT_EQ(answer.ok(), canReduce(dtype, op));
         if (!answer.ok()) {
           EXPECT_EQ(answer.code(), Code::kUnsupported);
-          EXPECT(answer.message().find("MYCOLL_CUDA=host") != std::string::npos);
+          EXPECT_CONTAINS(answer, "MYCOLL_CUDA=host");
           EXPECT_EQ(enqueue(*rank.comm, call, rank.stream).code(), Code::kUnsupported);
           continue;
         }
@@ -127,7 +127,7 @@ TEST(NcclReduceScatter, flatAndUneven) {
           }
           Form form;
           form.isFlat = isFlat;
-          // Into its own part: the result may take the place of the input.
+          // The result may overwrite the rank's own part of the input.
           ASSERT_OK(enqueue(*rank.comm,
                             callOf(OpKind::kReduceScatter, DType::kFloat32, parts, {parts[me]}),
                             rank.stream, form));

@@ -19,7 +19,7 @@
 
 namespace mycoll::nccl::world {
 
-// A variant of the stand-in: "" has everything, "required/" only what mycoll cannot do without.
+// A variant of the stand-in: "" has all functions, "required/" only those that mycoll needs.
 class StandIn {
  public:
   explicit StandIn(const std::string& variant) {
@@ -44,7 +44,7 @@ class StandIn {
   int64_t count(const char* what) const { return count_(what); }
   void* symbol(const char* name) const { return dlsym(handle_, name); }
 
-  // For as long as it lives.
+  // Sets a script for a scope.
   class Scripted {
    public:
     Scripted(const StandIn& standIn, const char* script) : standIn_(standIn) {
@@ -67,14 +67,14 @@ class StandIn {
 inline Deadline in(int milliseconds) {
   return Deadline::after(std::chrono::milliseconds(milliseconds));
 }
-// Long enough for a machine that runs the sanitizers beside other things.
+// Long enough for a busy machine under a sanitizer.
 inline Deadline patient() { return in(60000); }
 
 // Device memory, filled by the host and read by it.
 class Buffer {
  public:
   Buffer(size_t bytes, void* stream) : bytes_(bytes), stream_(stream) {
-    data_ = mycoll_standin_malloc(bytes + 1, stream);  // also for none: an address of its own
+    data_ = mycoll_standin_malloc(bytes + 1, stream);  // an empty buffer has an address of its own
   }
   Buffer(const std::vector<char>& content, void* stream) : Buffer(content.size(), stream) {
     if (bytes_ != 0) (void)mycoll_standin_copy(data_, content.data(), bytes_, stream_);
@@ -87,7 +87,7 @@ class Buffer {
   Span part(size_t offset, size_t bytes) const {
     return {static_cast<char*>(data_) + offset, bytes};
   }
-  // After what is on the stream.
+  // Reads the buffer after the work on its stream.
   std::vector<char> read() const {
     std::vector<char> content(bytes_);
     if (bytes_ != 0) (void)mycoll_standin_copy(content.data(), data_, bytes_, stream_);
@@ -105,14 +105,14 @@ struct Rank {
   void* stream = nullptr;
 };
 
-// Each rank has a device of its own, as its stream.
+// Each rank has a device and a stream of its own.
 inline CommOptions onDeviceOf(int rank, CommOptions options) {
   options.device = rank % 4;
   options.bindDevice = [rank] { mycoll_standin_set_current_device(rank % 4); };
   return options;
 }
 
-// All ranks connect, run `body` and close. Streams are reused: each is a thread for good.
+// All ranks connect, run `body` and close. Streams are reused, as each is a thread that never ends.
 class World {
  public:
   World(StandIn& standIn, int ranks, CommOptions options = {}) : standIn_(standIn) {
@@ -157,7 +157,7 @@ class World {
   std::vector<Rank> ranks_;
 };
 
-// Bytes that tell rank, part and place.
+// Bytes that depend on rank, part and place.
 inline std::vector<char> pattern(size_t bytes, int rank, int part = 0) {
   std::vector<char> content(bytes);
   for (size_t i = 0; i < bytes; ++i) {
@@ -193,22 +193,10 @@ inline double secondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Far above what is waited for, far below what would be a hang.
+// In seconds: far more than anything here takes, and far less than a hang.
 constexpr double kSoon = 20;
 
-inline bool eventually(const std::function<bool()>& isTrue) {
-  for (int i = 0; i < 20000; ++i) {
-    if (isTrue()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return false;
-}
-
-inline bool contains(const Status& status, const std::string& words) {
-  if (status.message().find(words) != std::string::npos) return true;
-  std::fprintf(stderr, "no '%s' in '%s'\n", words.c_str(), test::show(status).c_str());
-  return false;
-}
+using test::eventually;
 
 inline std::shared_ptr<Comm> lone(StandIn& standIn, int rank = 0, int ranks = 2,
                                   CommOptions options = {}) {
@@ -222,11 +210,11 @@ inline UniqueId newId(StandIn& standIn) {
   return id;
 }
 
-// One call, as a launch of its own.
+// Enqueues one call as a launch of its own.
 inline Status enqueue(Comm& comm, const Call& call, CudaStream stream, const Form& form = {}) {
   MYCOLL_RETURN_IF_ERROR(check(comm.library(), call, form));
   Issue issue(comm);
-  (void)nccl::enqueue(issue, call, stream, form).ok();  // its failure is end()'s, too
+  (void)nccl::enqueue(issue, call, stream, form).ok();  // end() returns the same failure
   return issue.end();
 }
 

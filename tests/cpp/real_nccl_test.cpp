@@ -1,5 +1,5 @@
-// NVIDIA's own NCCL where there is no GPU, as far as it goes: REAL_NCCL=/path/libnccl.so.2, which
-// tests/test_real_nccl.py sets where it finds one.
+// NVIDIA's NCCL on a machine without a GPU. tests/test_real_nccl.py sets REAL_NCCL to the path of a
+// libnccl.so.2 if it finds one.
 #include <dirent.h>
 
 #include <algorithm>
@@ -23,14 +23,6 @@ int countThreads() {
   return count;
 }
 
-// True as soon as it is, within ten seconds.
-bool eventually(const std::function<bool()>& holds) {
-  for (int i = 0; i < 1000 && !holds(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return holds();
-}
-
 const Library& library() {
   static const Library* found = [] {
     const Library* opened = nullptr;
@@ -45,7 +37,7 @@ const Library& library() {
 bool isAbsent() { return std::getenv("REAL_NCCL") == nullptr; }
 constexpr const char* kAbsent = "REAL_NCCL names no libnccl.so.2";
 
-TEST(RealNccl, saysItsVersionAndWhatItHas) {
+TEST(RealNccl, reportsItsVersionAndFunctions) {
   if (isAbsent()) SKIP(kAbsent);
   EXPECT(library().version() >= Library::kOldestVersion);
   EXPECT_EQ(library().path(), std::getenv("REAL_NCCL"));
@@ -63,8 +55,8 @@ TEST(RealNccl, makesIds) {
   EXPECT(!std::equal(std::begin(first.bytes), std::end(first.bytes), second.bytes));
 }
 
-// Each communicator's end leaves as many threads and descriptors as there were before; what NCCL
-// starts for itself with the first id (it listens for the ranks that would come) stays.
+// After the end of a communicator there are as many threads and descriptors as before it. The
+// thread that NCCL starts with the first id, which listens for other ranks, remains.
 TEST(RealNccl, refusesToConnectWithoutAGpu) {
   if (isAbsent()) SKIP(kAbsent);
   for (const bool isBlocking : {true, false}) {
@@ -80,14 +72,14 @@ TEST(RealNccl, refusesToConnectWithoutAGpu) {
       ASSERT(!status.ok());
       for (const char* words :
            {"ncclCommInitRankConfig", "rank 0 of 1 in 'alone'", "last error: ", "NCCL 2."}) {
-        EXPECT(status.message().find(words) != std::string::npos);
+        EXPECT_CONTAINS(status, words);
       }
       EXPECT_EQ(comm->state(), State::kAborted);
       EXPECT_EQ(comm->handle(), nullptr);
       EXPECT_EQ(comm->cause().message(), status.message());
       if (i == 0) std::printf("%s\n", status.message().c_str());
     }
-    EXPECT(eventually([&] { return countThreads() <= threads; }));
+    EXPECT(test::eventually([&] { return countThreads() <= threads; }));
     EXPECT_EQ(countThreads(), threads);
     EXPECT_EQ(test::openDescriptors(), descriptors);
   }
@@ -98,7 +90,7 @@ TEST(RealNccl, givesNoMemoryWithoutAGpu) {
   void* memory = nullptr;
   const Status status = Comm::allocate(library(), 1 << 21, &memory);
   EXPECT(!status.ok());
-  EXPECT(status.message().find("ncclMemAlloc") != std::string::npos);
+  EXPECT_CONTAINS(status, "ncclMemAlloc");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The stand-in device itself: that its asynchrony is real, and that it notices what it should.
+// The stand-in device itself: it must be really asynchronous, and detect misuse.
 #include "standin_device.h"
 
 #include <sys/wait.h>
@@ -69,7 +69,7 @@ TEST(StandinStream, eventsOrderStreams) {
   mycoll_standin_fill(memory, 2, 1000, first);
   EXPECT(mycoll_standin_event_record(event, first) == nullptr);
   EXPECT(!isDone(event));
-  // Without a wait, the other stream sees what was there before.
+  // Without a wait, the other stream reads the old contents.
   EXPECT(isFilledWith(read(memory, 1000, second), 1));
   EXPECT(mycoll_standin_event_block(event, second) == nullptr);
   mycoll_standin_gate_open(gate);
@@ -79,21 +79,21 @@ TEST(StandinStream, eventsOrderStreams) {
   mycoll_standin_free(memory);
 }
 
-TEST(StandinStream, aWaitIsForTheRecordingOfThatMoment) {
+TEST(StandinStream, aWaitIsForTheLastRecordingBeforeIt) {
   void* first = newStream();
   void* second = newStream();
   void* event = mycoll_standin_event_create();
   EXPECT(mycoll_standin_event_record(event, first) == nullptr);
   EXPECT(mycoll_standin_event_block(event, second) == nullptr);
   void* gate = mycoll_standin_gate_close(first);
-  EXPECT(mycoll_standin_event_record(event, first) == nullptr);  // a later one, not passed
+  EXPECT(mycoll_standin_event_record(event, first) == nullptr);  // a later one, which is pending
   EXPECT(mycoll_standin_stream_synchronize(second) == nullptr);
-  mycoll_standin_event_destroy(event);  // may go while it is recorded
+  mycoll_standin_event_destroy(event);  // allowed while the recording is pending
   mycoll_standin_gate_open(gate);
   EXPECT(mycoll_standin_stream_synchronize(first) == nullptr);
 }
 
-TEST(StandinStream, eventsTellTime) {
+TEST(StandinStream, eventsMeasureTime) {
   void* stream = newStream();
   void* start = mycoll_standin_event_create();
   void* end = mycoll_standin_event_create();
@@ -112,7 +112,7 @@ TEST(StandinStream, eventsTellTime) {
   mycoll_standin_event_destroy(end);
 }
 
-TEST(StandinCopy, takesPageableMemoryAtOnceAndPinnedMemoryLater) {
+TEST(StandinCopy, readsPageableMemoryImmediatelyAndPinnedMemoryLater) {
   void* stream = newStream();
   void* memory = mycoll_standin_malloc(64, stream);
   std::vector<unsigned char> pageable(64, 1);
@@ -123,14 +123,14 @@ TEST(StandinCopy, takesPageableMemoryAtOnceAndPinnedMemoryLater) {
 
   void* gate = mycoll_standin_gate_close(stream);
   EXPECT(mycoll_standin_copy(memory, pageable.data(), 64, stream) == nullptr);
-  pageable.assign(64, 9);  // too late to matter
+  pageable.assign(64, 9);  // after the copy has read it
   mycoll_standin_gate_open(gate);
   EXPECT(isFilledWith(read(memory, 64, stream), 1));
 
   gate = mycoll_standin_gate_close(stream);
   std::memset(pinned, 2, 64);
   EXPECT(mycoll_standin_copy(memory, pinned, 64, stream) == nullptr);
-  std::memset(pinned, 3, 64);  // early enough: a mistake that one can see
+  std::memset(pinned, 3, 64);  // before the copy reads it: a mistake, which the result shows
   mycoll_standin_gate_open(gate);
   EXPECT(isFilledWith(read(memory, 64, stream), 3));
   mycoll_standin_free(pinned);
@@ -151,7 +151,7 @@ TEST(StandinMemory, isFreedInTheOrderOfItsStream) {
   mycoll_standin_verify();
 }
 
-TEST(StandinMemory, isKeptUntilItCouldBeGivenAway) {
+TEST(StandinMemory, isKeptUntilTheNextAllocation) {
   void* owner = newStream();
   void* other = newStream();
   void* memory = mycoll_standin_malloc(100, owner);
@@ -165,7 +165,7 @@ TEST(StandinMemory, isKeptUntilItCouldBeGivenAway) {
   EXPECT(mycoll_standin_stream_synchronize(owner) == nullptr);
 }
 
-TEST(StandinMemory, waitsForStreamsThatWereNamed) {
+TEST(StandinMemory, isKeptForRecordedStreams) {
   void* owner = newStream();
   void* other = newStream();
   void* memory = mycoll_standin_malloc(100, owner);
@@ -184,7 +184,8 @@ TEST(StandinMemory, addressesAreUsedAgain) {
   mycoll_standin_counts before, after;
   mycoll_standin_count(&before);
   std::set<void*> addresses;
-  for (int i = 0; i < 40; ++i) {  // 40 x 8 MiB: more than waits for being used again
+  for (int i = 0; i < 40;
+       ++i) {  // 40 x 8 MiB: more than the stand-in keeps before it reuses memory
     void* memory = mycoll_standin_malloc(8 << 20, stream);
     ASSERT(memory != nullptr);
     addresses.insert(memory);
@@ -199,7 +200,7 @@ TEST(StandinMemory, addressesAreUsedAgain) {
 
 // The children of these start streams after a fork, which TSan does not support well.
 #if !defined(__SANITIZE_THREAD__)
-// What a process that runs `body` says when it dies; empty when it does not.
+// Runs `body` in a child. Returns what the child wrote if it died, otherwise "".
 std::string lastWords(void (*body)()) {
   int ends[2];
   EXPECT_EQ(pipe(ends), 0);
@@ -219,43 +220,39 @@ std::string lastWords(void (*body)()) {
   return WIFSIGNALED(status) || WEXITSTATUS(status) != 0 ? "died: " + text : "";
 }
 
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST(StandinMemory, mistakesEndTheProcess) {
-  EXPECT(contains(lastWords([] {
+  EXPECT_CONTAINS(lastWords([] {
                     void* stream = newStream();
                     void* other = newStream();
                     void* memory = mycoll_standin_malloc(100, stream);
                     mycoll_standin_free(memory);
-                    mycoll_standin_malloc(100, stream);  // which may be in its place
+                    mycoll_standin_malloc(100, stream);  // may reuse that memory
                     mycoll_standin_stream_synchronize(stream);
                     mycoll_standin_fill(memory, 1, 100, other);
                     mycoll_standin_stream_synchronize(other);
                   }),
-                  "a fill touches 100 bytes"));
-  EXPECT(contains(lastWords([] {
+                  "a fill touches 100 bytes");
+  EXPECT_CONTAINS(lastWords([] {
                     void* stream = newStream();
                     void* memory = mycoll_standin_malloc(100, stream);
                     mycoll_standin_fill(memory, 1, 101, stream);
                     mycoll_standin_stream_synchronize(stream);
                   }),
-                  "more than the allocation holds"));
-  EXPECT(contains(lastWords([] {
+                  "more than the allocation holds");
+  EXPECT_CONTAINS(lastWords([] {
                     void* memory = mycoll_standin_malloc(100, newStream());
                     mycoll_standin_free(memory);
                     mycoll_standin_free(memory);
                   }),
-                  "after it was freed"));
-  EXPECT(contains(lastWords([] {
+                  "after it was freed");
+  EXPECT_CONTAINS(lastWords([] {
                     auto* pinned = static_cast<char*>(mycoll_standin_host_malloc(100));
                     mycoll_standin_free(pinned);
                     pinned[17] = 1;
                     mycoll_standin_verify();
                   }),
-                  "byte 17 of the 100 bytes"));
-  EXPECT(contains(lastWords([] {
+                  "byte 17 of the 100 bytes");
+  EXPECT_CONTAINS(lastWords([] {
                     void* stream = newStream();
                     void* memory = mycoll_standin_malloc(100, stream);
                     static_cast<char*>(mycoll_standin_touch(memory, 100, "a test"))[103] = 1;
@@ -263,16 +260,16 @@ TEST(StandinMemory, mistakesEndTheProcess) {
                     mycoll_standin_malloc(100, stream);
                     mycoll_standin_stream_synchronize(stream);
                   }),
-                  "3 bytes past the end of the 100 bytes"));
+                  "3 bytes past the end of the 100 bytes");
 }
 
 TEST(StandinMemory, theHostCannotReadIt) {
-  EXPECT(contains(lastWords([] {
+  EXPECT_CONTAINS(lastWords([] {
                     const auto* memory =
                         static_cast<volatile char*>(mycoll_standin_malloc(100, newStream()));
                     (void)memory[0];
                   }),
-                  "died"));
+                  "died");
 }
 #endif
 
@@ -337,7 +334,7 @@ TEST(StandinGraph, refusesWhatCudaRefuses) {
   mycoll_standin_event_destroy(event);
 }
 
-TEST(StandinGraph, isSpoiledByThreadsThatDoNotTakeCare) {
+TEST(StandinGraph, aQueryInAnotherThreadInvalidatesACapture) {
   void* stream = newStream();
   void* event = mycoll_standin_event_create();
   void* graph = nullptr;
@@ -352,7 +349,7 @@ TEST(StandinGraph, isSpoiledByThreadsThatDoNotTakeCare) {
     EXPECT_EQ(mycoll_standin_capture_end(stream, &graph) == nullptr, mode != 0);
     if (mode != 0) mycoll_standin_graph_destroy(graph);
   }
-  // What belongs to the capture may not be asked for in any mode.
+  // An event of the capture may not be queried in any mode.
   EXPECT(mycoll_standin_capture_begin(stream, 0) == nullptr);
   EXPECT(mycoll_standin_event_record(event, stream) == nullptr);
   std::thread([&] {

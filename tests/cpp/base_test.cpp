@@ -1,4 +1,4 @@
-// base/: status, task, types, env, log, fd, deadline, wait, topology.
+// The units of base/: status, task, types, env, log, fd, deadline, text, topology.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -52,7 +52,7 @@ bool contains(const std::string& text, const std::string& part) {
 // Called by getenv(), on threads that have set it.
 thread_local const std::function<void()>* onGetenv = nullptr;
 
-// Whether body() ends in a child of fork(), whatever locks other threads of the parent hold.
+// Whether body() returns in a child of fork(), whatever locks other threads of the parent hold.
 bool endsInChild(const std::function<void()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
@@ -81,7 +81,7 @@ extern "C" char* getenv(const char* name) {
   return next(name);
 }
 
-TEST(Base, statusSaysWhatHappened) {
+TEST(Base, aStatusHasACodeAndAMessage) {
   EXPECT(Status().ok());
   EXPECT_EQ(Status().message(), "");
   const Status status = failsInside();
@@ -93,8 +93,8 @@ TEST(Base, statusSaysWhatHappened) {
 }
 
 TEST(Base, statusOfAGroupBeginsWithItsName) {
-  const auto text = [](Code code, const std::string& said) {
-    return inGroup("7", Status(code, said)).message();
+  const auto text = [](Code code, const std::string& message) {
+    return inGroup("7", Status(code, message)).message();
   };
   EXPECT(inGroup("7", Status()).ok());
   EXPECT_EQ(text(Code::kStore, "no"), "mycoll group '7': no");
@@ -126,14 +126,14 @@ TEST(Base, typesHaveNamesAndSizes) {
   EXPECT(isSupported(DType::kUInt64, ReduceOp::kBXor));
 }
 
-// Objects of a thread that were there before its first task are destroyed after what it keeps of
-// tasks, and may still run some.
+// An object of a thread that was made before its first task is destroyed after the thread's cache
+// of task frames, and may still run tasks.
 TEST(Base, tasksMayRunAfterTheThreadsCacheIsGone) {
   constexpr size_t kBytes = 200;
   static bool isDistinct;
   struct Late {
     ~Late() {
-      // Nothing else takes memory in between: freed memory would be given out twice.
+      // No other allocation happens in between, so memory that was freed twice is allocated twice.
       void* frame = detail::allocateFrame(kBytes);
       void* other = std::malloc(256);
       isDistinct = frame != other;
@@ -163,7 +163,8 @@ TEST(Base, envDefaults) {
   EXPECT(env.socketInterfaces.matches("anything"));
 }
 
-// What a program changes later counts no more, except for a group that could not be made.
+// The environment is read once. It is read again after an error, so that the next group can be
+// made.
 TEST(Base, envIsKept) {
   ScopedEnv spin("MYCOLL_SPIN_US", "5");
   EXPECT_EQ(Env::process().spinMicros, 5);
@@ -230,8 +231,8 @@ TEST(Base, envRefusesInvalidValues) {
     const Env& env = Env::process();
     const Status status = Env::check();
     EXPECT(status.code() == Code::kInvalidArgument);
-    EXPECT(contains(status.message(), std::string(variable) + "=" + value));
-    EXPECT(contains(status.message(), "expected "));
+    EXPECT_CONTAINS(status.message(), std::string(variable) + "=" + value);
+    EXPECT_CONTAINS(status.message(), "expected ");
     EXPECT_EQ(env.chunkBytes, size_t{0});
     EXPECT_EQ(env.spinMicros, -1);
   }
@@ -273,13 +274,13 @@ TEST(Base, logWritesToItsFile) {
   };
   const std::string text = contents(fileOf(getpid(), 3));
   EXPECT(text.starts_with("[mycoll "));
-  EXPECT(contains(text, " rank 3 pid " + std::to_string(getpid()) + "] hello world 1\n"));
-  EXPECT(contains(text, std::string(5000, 'x') + "\n"));
+  EXPECT_CONTAINS(text, " rank 3 pid " + std::to_string(getpid()) + "] hello world 1\n");
+  EXPECT_CONTAINS(text, std::string(5000, 'x') + "\n");
   EXPECT(!contains(text, "silent"));
 
   setLogRank(4);
   MYCOLL_LOG_WARN("elsewhere");
-  EXPECT(contains(contents(fileOf(getpid(), 4)), "elsewhere"));
+  EXPECT_CONTAINS(contents(fileOf(getpid(), 4)), "elsewhere");
 
   const pid_t child = ::fork();
   if (child == 0) {
@@ -287,14 +288,14 @@ TEST(Base, logWritesToItsFile) {
     ::_exit(0);
   }
   ::waitpid(child, nullptr, 0);
-  EXPECT(contains(contents(fileOf(child, 4)), "child"));
+  EXPECT_CONTAINS(contents(fileOf(child, 4)), "child");
 
   setLogLevel(LogLevel::kOff);
   setLogFile("");
   setLogRank(-1);
 }
 
-// Another thread is in the middle of it while this one forks.
+// A thread forks while another one reads the environment. The child can read it.
 TEST(Base, childrenReadTheEnvironment) {
   std::atomic<bool> isReading{false}, isOver{false};
   std::thread reader([&] {
@@ -379,7 +380,7 @@ TEST(Base, deadlines) {
 
 TEST(Base, topologyIsStable) {
   EXPECT_EQ(hostIdentity(), hostIdentity());
-  EXPECT(contains(hostIdentity(), "/net:"));
+  EXPECT_CONTAINS(hostIdentity(), "/net:");
   EXPECT(!hostName().empty());
   EXPECT_EQ(processId(), ::getpid());
   const uint64_t started = processStartTicks(::getpid());
@@ -388,8 +389,9 @@ TEST(Base, topologyIsStable) {
   EXPECT_EQ(processStartTicks(0x7ffffff0), uint64_t{0});
 }
 
-// Of a child with much memory: between its death and the end of its taking apart, and before.
-TEST(Base, aProcessIsSeenToEnd) {
+// A child is reported as alive, stopped, and, after its death, as ending until its parent waits for
+// it.
+TEST(Base, theStateOfAProcessIsRead) {
   EXPECT(isLiving(lookAtProcess(::getpid(), processStartTicks(::getpid()))));
   EXPECT_EQ(lookAtProcess(::getpid(), 1), ProcessLife::kGone);
   const pid_t child = ::fork();
@@ -408,12 +410,12 @@ TEST(Base, aProcessIsSeenToEnd) {
   ::kill(child, SIGSTOP);
   EXPECT(becomes(ProcessLife::kStopped));
   ::kill(child, SIGKILL);
-  EXPECT(becomes(ProcessLife::kEnding));  // nobody has waited for it
+  EXPECT(becomes(ProcessLife::kEnding));
   ::waitpid(child, nullptr, 0);
   EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kGone);
 }
 
-// With pthread_exit() in main(), a process goes on in its other threads.
+// If main() calls pthread_exit(), the process continues in its other threads.
 TEST(Base, aProcessOutlivesItsFirstThread) {
   const pid_t child = ::fork();
   if (child == 0) {
@@ -428,7 +430,7 @@ TEST(Base, aProcessOutlivesItsFirstThread) {
     ::usleep(1000);
     stat = contents("/proc/" + std::to_string(child) + "/stat");
   }
-  EXPECT(contains(stat, ") Z "));
+  EXPECT_CONTAINS(stat, ") Z ");
   EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kAlive);
   ::kill(child, SIGKILL);
   for (int i = 0; i < 2000 && isLiving(lookAtProcess(child, started)); ++i) ::usleep(1000);
@@ -440,7 +442,8 @@ TEST(Base, textFromOthersIsSanitised) {
   EXPECT_EQ(sanitized("rank 1:\tgone\n"), "rank 1:\tgone\n");
   EXPECT_EQ(sanitized("h\u00f6st \u20ac \U0001f310"), "h\u00f6st \u20ac \U0001f310");
   EXPECT_EQ(sanitized(std::string("a\0b\x1b[2J\x7f", 8)), "a?b?[2J?");
-  // Alone, cut short, longer than needed, half of a pair, beyond the last one.
+  // A lone continuation byte, a truncated character, an overlong encoding, a surrogate, a code
+  // point beyond the last one, and a byte that UTF-8 never uses.
   EXPECT_EQ(sanitized("\x80|\xe2\x82|\xc0\xaf|\xed\xa0\x80|\xf4\x90\x80\x80|\xff"),
             "?|??|??|???|????|?");
   EXPECT(statusFromPeer(static_cast<int>(Code::kDeadlock), "x").code() == Code::kDeadlock);
@@ -449,20 +452,20 @@ TEST(Base, textFromOthersIsSanitised) {
   EXPECT(statusFromPeer(99, "x").code() == Code::kInternal);
 }
 
-TEST(Base, failuresTravelAsBytes) {
+TEST(Base, failuresAreEncodedAndDecoded) {
   Cause cause;
   cause.sequence = 7;
   cause.rank = 3;
   const Status failure(Code::kPeerLost, "rank 3 has ended\x1b", cause);
-  Status came;
-  EXPECT(decodeFailure(encode(failure), &came));
-  EXPECT_EQ(came.code(), Code::kPeerLost);
-  EXPECT(came.cause() == cause);
-  EXPECT_EQ(came.message(), "rank 3 has ended?");
+  Status decoded;
+  EXPECT(decodeFailure(encode(failure), &decoded));
+  EXPECT_EQ(decoded.code(), Code::kPeerLost);
+  EXPECT(decoded.cause() == cause);
+  EXPECT_EQ(decoded.message(), "rank 3 has ended?");
   const size_t head = encode(failure).size() - failure.message().size();
-  EXPECT(decodeFailure(encode(failure, head + 4), &came));
-  EXPECT_EQ(came.message(), "rank");
-  EXPECT(!decodeFailure(encode(failure).substr(0, head - 1), &came));
+  EXPECT(decodeFailure(encode(failure, head + 4), &decoded));
+  EXPECT_EQ(decoded.message(), "rank");
+  EXPECT(!decodeFailure(encode(failure).substr(0, head - 1), &decoded));
 }
 
 TEST(Text, listsNumbersWithIntervals) {

@@ -1,5 +1,5 @@
-# ctest reads this file when it starts: it asks each program for its tests and adds them as
-# "program.Suite.name". A program that is missing or does not answer is a test that fails.
+# ctest reads this file when it starts. It runs each program to list its tests, and adds them as
+# "program.Suite.name". A program that is missing or lists no test becomes a test that fails.
 foreach(program IN LISTS programs)
   set(names "")
   if(EXISTS "${folder}/${program}")
@@ -11,7 +11,7 @@ foreach(program IN LISTS programs)
   string(REGEX MATCHALL "[^\n]+" names "${names}")
   foreach(name IN LISTS names)
     add_test("${program}.${name}" ${launcher} "${folder}/${program}" --only "${name}")
-    # 77: the test skipped itself. None of a short selection may.
+    # 77: the test skipped itself. Tests of a short selection may not.
     if(NOT is_short)
       set_tests_properties("${program}.${name}" PROPERTIES SKIP_RETURN_CODE 77)
     endif()

@@ -1,16 +1,16 @@
-// How fast the engine is, without torch and Python. Not a test: prints the median, 95th percentile
-// and mean of a call, seen by rank 0. Ranks are processes, as a user's are; MYCOLL_* variables
-// hold.
+// A benchmark of the engine without torch and Python. It prints the median, 95th percentile and
+// mean time of a call on rank 0. Ranks are processes, and MYCOLL_* variables have their usual
+// effect.
 //
 //   engine_bench OP [bytes] [ranks] [calls]
 //
 //   OP: barrier all_reduce reduce broadcast all_gather gather reduce_scatter scatter all_to_all
-//       pingpong sendrecv (two ranks, both ways at once)
+//       pingpong sendrecv (two ranks, both ways at the same time)
 //
 //   engine_bench init [ranks of a host] [ranks] [rounds]
 //
-//   How long a group takes to be made and to meet once, plain and encrypted in turns, on hosts that
-//   the processes pretend to be on.
+//   Prints how long a group takes to be made and to run a barrier, plain and encrypted in turns.
+//   The processes pretend to be on several hosts.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,7 +20,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,6 +27,7 @@
 
 #include "engine/communicator.h"
 #include "engine/engine.h"
+#include "processes.h"
 #include "transport/tcp/tls.h"
 
 using namespace mycoll;
@@ -35,65 +35,6 @@ using namespace mycoll;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// A store for processes that were forked from one: a table in memory that they share.
-class SharedStore final : public Store {
- public:
-  SharedStore()
-      : table_(static_cast<Table*>(mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE,
-                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
-  ~SharedStore() override { munmap(table_, sizeof(Table)); }
-
-  Status set(const std::string& key, const std::string& value) override {
-    const Lock lock(*table_);
-    Entry* entry = find(key);
-    if (entry == nullptr) entry = &table_->entries[table_->count++];
-    if (table_->count > kEntries || key.size() >= sizeof(entry->key) ||
-        value.size() > sizeof(entry->value)) {
-      return Status(Code::kInternal, "the benchmark's store is full");
-    }
-    std::memcpy(entry->key, key.c_str(), key.size() + 1);
-    std::memcpy(entry->value, value.data(), value.size());
-    entry->bytes = value.size();
-    return Status();
-  }
-  Status tryGet(const std::string& key, bool* found, std::string* value) override {
-    const Lock lock(*table_);
-    const Entry* entry = find(key);
-    *found = entry != nullptr;
-    if (*found) value->assign(entry->value, entry->bytes);
-    return Status();
-  }
-
- private:
-  static constexpr size_t kEntries = 1024;
-  struct Entry {
-    char key[128];
-    char value[64 * 1024];
-    size_t bytes;
-  };
-  struct Table {
-    std::atomic_flag isLocked;
-    size_t count;
-    Entry entries[kEntries];
-  };
-  struct Lock {
-    explicit Lock(Table& locked) : table(locked) {
-      while (table.isLocked.test_and_set(std::memory_order_acquire)) usleep(10);
-    }
-    ~Lock() { table.isLocked.clear(std::memory_order_release); }
-    Table& table;
-  };
-
-  Entry* find(const std::string& key) {
-    Entry* const end = table_->entries + table_->count;
-    Entry* const entry =
-        std::find_if(table_->entries, end, [&](const Entry& at) { return key == at.key; });
-    return entry == end ? nullptr : entry;
-  }
-
-  Table* table_;
-};
 
 void check(const Status& status) {
   if (status.ok()) return;
@@ -119,9 +60,10 @@ struct Meeting {
   std::atomic<double> millis;
 };
 
-// Processes that begin at the same time make a group of their own, and meet.
+// Processes that begin at the same time make a group and run a barrier.
 double millisOfInit(int ranks, int ranksOfHost, const std::shared_ptr<const Tls>& tls) {
-  const auto store = std::make_shared<SharedStore>();
+  const test::ScopedFolder folder;
+  const auto store = std::make_shared<test::FolderStore>(folder.path());
   auto* const meeting = static_cast<Meeting*>(
       mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   for (int rank = 0; rank < ranks; ++rank) {
@@ -189,7 +131,7 @@ struct Bench {
     call.elementBytes = sizeof(float);
     const bool isRoot = group.rank() == 0;
     const size_t part = bytes / static_cast<size_t>(ranks) & ~size_t{63};
-    char* const other = data + bytes;  // room for both was made
+    char* const other = data + bytes;  // the buffer has room for two
     const auto parts = [&](Spans& spans, char* begin) {
       for (int rank = 0; rank < ranks; ++rank) {
         spans.push_back({begin + static_cast<size_t>(rank) * part, part});
@@ -300,7 +242,8 @@ int main(int argc, char** argv) {
                  bench.ranks);
     return 2;
   }
-  const auto store = std::make_shared<SharedStore>();
+  const test::ScopedFolder folder;
+  const auto store = std::make_shared<test::FolderStore>(folder.path());
   for (int rank = 0; rank < bench.ranks; ++rank) {
     if (fork() == 0) {
       bench.run(rank, store);

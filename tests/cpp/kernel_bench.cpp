@@ -1,5 +1,5 @@
-// How fast the kernels are. Not a test: prints GB/s, counting each input read once and each output
-// written once, and the time as a multiple of float32 SUM's with as many bytes.
+// A benchmark of the kernels. It prints GB/s, counting each input and output once, and the time as
+// a multiple of that of a float32 SUM of as many bytes.
 //
 //   kernel_bench [filter] [isa]     e.g. kernel_bench bfloat16, kernel_bench "" avx2
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The best of several rounds: other work on the machine can only add time.
+// Returns the best of several rounds, because other work on the machine can only add time.
 template <typename Function>
 double secondsOf(size_t bytes, Function function) {
   const int repeats = static_cast<int>(std::max<size_t>(1, (size_t{64} << 20) / bytes));
@@ -37,7 +37,7 @@ double secondsOf(size_t bytes, Function function) {
 
 struct Buffer {
   explicit Buffer(size_t bytes) : data(static_cast<char*>(std::aligned_alloc(4096, bytes))) {
-    std::memset(data, 0, bytes);  // zeros: slow subnormals are no matter of ours
+    std::memset(data, 0, bytes);  // zeros, as subnormals are slow
   }
   Buffer(Buffer&& other) : data(std::exchange(other.data, nullptr)) {}
   ~Buffer() { std::free(data); }
@@ -93,7 +93,7 @@ int main(int argc, char** argv) {
           const ReduceOp op = static_cast<ReduceOp>(o);
           if (!isSupported(dtype, op) || std::string(name(dtype)).find(filter) == std::string::npos)
             continue;
-          // Large arrays are as fast as memory; a few of them tell.
+          // With large arrays, all operations are as fast as the memory, so two are enough.
           if (streaming && op != ReduceOp::kSum && op != ReduceOp::kMax) continue;
           const double seconds = time(dtype, op);
           std::printf("  %-14s %-8s %7.1f GB/s  %5.2f\n", name(dtype), name(op), moved / seconds,

@@ -1,4 +1,4 @@
-// The lock-free protocols of csrc/memory_model.md, tried in every order that a weakly ordered
+// Tries the lock-free protocols of csrc/memory_model.md in every order that a weakly ordered
 // machine allows. x86-64 hides a missing acquire, release or fence, so other tests cannot find it.
 //
 // A protocol is modelled as a few accesses for each thread, and an outcome that must not occur. The
@@ -9,7 +9,8 @@
 // value of an earlier store of its thread that is not performed yet, and may be performed before a
 // branch that it depends on.
 //
-// Each protocol has mutants, with a weaker order at one place. The checker must catch them all.
+// Each protocol has mutants with a weaker order at one place. The checker must find the outcome for
+// each of them.
 #include <array>
 #include <functional>
 #include <set>
@@ -34,7 +35,7 @@ struct Access {
   Order order;
   int place = 0;
   int value = 0;       // stored, or added
-  int result = kNone;  // the number of what is loaded
+  int result = kNone;  // the number of the result of a load
   // A store that follows a branch: it is performed only if that result has that value.
   int condition = kNone, needed = 0;
 };
@@ -66,7 +67,7 @@ struct Protocol {
   std::array<int, kPlaces> initial{};
 };
 
-// Tries all orders, from a state on; each state once.
+// Tries all orders from a state, and visits each state once.
 class Machine {
  public:
   explicit Machine(const Protocol& protocol) : protocol_(protocol) {}
@@ -80,7 +81,7 @@ class Machine {
   }
 
  private:
-  // kLoaded: a read-modify-write has loaded, and not stored.
+  // kLoaded: a read-modify-write has loaded and not yet stored.
   enum class Progress : char { kNone, kLoaded, kDone };
   struct State {
     std::vector<std::vector<Progress>> progress;  // by thread and access
@@ -186,7 +187,7 @@ class Machine {
 
 void expectRight(const Protocol& protocol) { EXPECT(!Machine(protocol).canFail()); }
 
-// Puts another access at one place, after which the outcome must be found.
+// Replaces one access by a weaker one. Then the checker must find the outcome.
 void expectCaught(Protocol protocol, size_t thread, size_t at, const Access& weaker) {
   protocol.threads[thread][at] = weaker;
   if (Machine(protocol).canFail()) return;
@@ -196,7 +197,7 @@ void expectCaught(Protocol protocol, size_t thread, size_t at, const Access& wea
 
 }  // namespace
 
-// The machine itself: what it must allow, and what it must not.
+// Outcomes that the machine must allow, and others that it must not.
 TEST(MemoryModel, knownOutcomes) {
   const auto stored = [](Order storing, Order loading, const Access& between) {
     const Protocol protocol{{{store(0, 1, storing), between, load(1, 0, loading)},

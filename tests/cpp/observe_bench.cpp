@@ -1,5 +1,5 @@
-// What recording costs: the three notes of an operation, as the engine takes them.
-//   observe_bench; MYCOLL_TRACE_ENTRIES=0 observe_bench for the price of the clock alone
+// A benchmark of the recorder: the three calls that the engine makes for an operation.
+// MYCOLL_TRACE_ENTRIES=0 measures the cost of the clock alone.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

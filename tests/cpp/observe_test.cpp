@@ -1,4 +1,3 @@
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,11 +24,7 @@ Operation allReduce(uint64_t sequence, uint64_t bytes = 4) {
   return operation;
 }
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != text.npos;
-}
-
-// One operation as a reader finds it.
+// One operation as a reader of the black box finds it.
 struct Row {
   uint64_t id, sequence, bytes;
   OpState state;
@@ -38,7 +33,7 @@ struct Area {
   std::string name, description, failure;
   GroupPhase phase;
   uint64_t submitted, finished;
-  std::vector<Row> rows;  // by their age
+  std::vector<Row> rows;  // oldest first
 
   size_t count(OpState state) const {
     return static_cast<size_t>(std::count_if(rows.begin(), rows.end(),
@@ -46,7 +41,7 @@ struct Area {
   }
 };
 
-// The number behind a name in the description at the beginning of the box.
+// A number of the JSON description at the beginning of the box.
 size_t described(const std::string& box, const std::string& name, const std::string& what) {
   const size_t part = box.find("\"" + name + "\":{\"at\":");
   const size_t at = box.find("\"" + what + "\":", part);
@@ -89,7 +84,7 @@ std::vector<Area> areasOf(const std::string& box) {
   return areas;
 }
 
-// The latest group of this name that is not closed; without one, an area without a name.
+// Returns the latest group of this name that is not closed, or an area without a name.
 Area areaOf(const std::string& name) {
   Area found{};
   for (Area& area : areasOf(BlackBox::process().snapshot())) {
@@ -124,7 +119,7 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
     for (uint32_t i = 1; i <= 2 * BlackBox::process().capacity(); ++i) {
       (void)group.enqueue(allReduce(i), 1000);
     }
-    late.finish(true, 2000);  // its entry is another's by now
+    late.finish(true, 2000);  // its entry has been reused
     EXPECT_EQ(areaOf("late").count(OpState::kDone), size_t{0});
   }
   GroupRecord next("next", 79, 0, 2, {});  // in the same memory
@@ -135,7 +130,7 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
   EXPECT_EQ(areaOf("next").count(OpState::kFailed), size_t{0});
 }
 
-TEST(Recorder, whatIsUnderWayIsKept) {
+TEST(Recorder, pendingOperationsAreKept) {
   GroupRecord group("kept", 85, 0, 2, {});
   const OpRecord stuck = group.enqueue(allReduce(0), 1000, /*isStarted=*/true);
   for (uint32_t i = 1; i <= 3 * BlackBox::process().capacity(); ++i) {
@@ -175,7 +170,7 @@ TEST(Recorder, aClosedGroupWritesNothing) {
   EXPECT_EQ(area.submitted, uint64_t{0});
 }
 
-TEST(Recorder, aJobIsWhatBeginsAlone) {
+TEST(Recorder, theFirstOfConcurrentGroupsIsTheJob) {
   GroupRecord({"before", 0xA0, 1, 2, {}}).close();
   EXPECT(BlackBox::process().rank() >= 0);
   auto world = std::make_unique<GroupRecord>("world", 0xA1, 2, 4, std::vector<int64_t>());
@@ -208,7 +203,7 @@ TEST(Recorder, textsAreCutBetweenCharacters) {
   const std::string file = box.substr(begin + 5, end + 12 - begin - 5);
   EXPECT(file.size() < 255 && file.size() > 200);
   EXPECT_EQ(file.substr(0, 3), "\u6570");
-  EXPECT(contains(file, "\u6570/train.py"));
+  EXPECT_CONTAINS(file, "\u6570/train.py");
 }
 
 TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {
@@ -219,7 +214,7 @@ TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {
   EXPECT_EQ(areaOf("fresh").failure, "");
 }
 
-// Others read while operations are recorded: what they see is whole.
+// Readers see whole entries while operations are recorded.
 TEST(Recorder, readersSeeWholeEntries) {
   GroupRecord group("whole", 82, 0, 2, {});
   std::atomic<bool> isOver{false};
@@ -239,41 +234,15 @@ TEST(Recorder, readersSeeWholeEntries) {
 TEST(Recorder, aChildHasABoxOfItsOwn) {
   GroupRecord group("parent", 83, 0, 2, {});
   (void)group.enqueue(allReduce(0), 1000);
-  const pid_t child = fork();
-  if (child == 0) _exit(areaOf("parent").name.empty() ? 0 : 1);
-  int status = -1;
-  waitpid(child, &status, 0);
-  EXPECT_EQ(status, 0);
+  test::endProcess(test::startProcess([] { EXPECT_EQ(areaOf("parent").name, ""); }));
 }
 
-TEST(TraceFile, isTheBoxAndPrivate) {
-  char folder[] = "/tmp/mycoll_test_XXXXXX";
-  ASSERT(mkdtemp(folder) != nullptr);
-  const std::string path = std::string(folder) + "/rank_0";
-  GroupRecord group("file", 84, 1, 3, {4, 5, 6});
-  group.describe("tensor parallel");
-  std::string written;
-  ASSERT_OK(TraceFile::write(path, &written));
-  EXPECT_EQ(written, path);
-  std::ifstream file(path);
-  const std::string box((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  EXPECT_EQ(box.substr(0, 8), "mycollBB");
-  EXPECT_EQ(box.size(), BlackBox::process().snapshot().size());
-  const auto areas = areasOf(box);
-  EXPECT(std::any_of(areas.begin(), areas.end(), [](const auto& area) {
-    return std::string(area.description) == "tensor parallel";
-  }));
-  EXPECT(!TraceFile::write("/nowhere/at/all", &written).ok());
-  unlink(path.c_str());
-  rmdir(folder);
-}
-
-// Whoever reads meanwhile sees one of them, whole.
+// Several threads write a trace file at the same time. Readers always see one whole file.
 TEST(TraceFile, manyMayWriteAtOnce) {
-  char folder[] = "/tmp/mycoll_test_XXXXXX";
-  ASSERT(mkdtemp(folder) != nullptr);
-  const std::string path = std::string(folder) + "/rank_0";
+  const test::ScopedFolder folder;
+  const std::string path = folder.path() + "/rank_0";
   GroupRecord group("written at once", 90, 0, 2, {});
+  group.describe("tensor parallel");
   const size_t whole = BlackBox::process().snapshot().size();
   std::atomic<int> failures{0};
   std::vector<std::thread> writers;
@@ -285,12 +254,19 @@ TEST(TraceFile, manyMayWriteAtOnce) {
         std::ifstream file(path);
         const std::string box((std::istreambuf_iterator<char>(file)),
                               std::istreambuf_iterator<char>());
-        if (box.size() != whole) failures.fetch_add(1);
+        if (written != path || box.size() != whole) failures.fetch_add(1);
+        const std::vector<Area> areas = areasOf(box);
+        if (std::none_of(areas.begin(), areas.end(),
+                         [](const Area& area) { return area.description == "tensor parallel"; })) {
+          failures.fetch_add(1);
+        }
       }
     });
   }
   for (std::thread& writer : writers) writer.join();
   EXPECT_EQ(failures.load(), 0);
+  std::string written;
+  EXPECT(!TraceFile::write("/nowhere/at/all", &written).ok());
   unlink(path.c_str());
-  EXPECT_EQ(rmdir(folder), 0);  // nothing else was left there
+  EXPECT(std::filesystem::is_empty(folder.path()));  // no temporary file is left
 }

@@ -1,5 +1,5 @@
-// collectives/plan/: plans of all operations for all kinds of worlds, proven by the verifier, and
-// the bytes that they put on the network, counted.
+// The verifier proves plans of all operations for all kinds of worlds. Other tests count the bytes
+// that plans send over the network.
 #include "collectives/plan/plan.h"
 
 #include <algorithm>
@@ -15,11 +15,12 @@
 #include "test.h"
 
 using namespace mycoll;
+using test::numberFrom;
 using test::verifier::verify;
 
 namespace {
 
-// Large elements: few of them make a large tensor.
+// Elements are large, so that few of them make a large tensor.
 constexpr uint64_t kElement = 4096;
 
 constexpr OpKind kKinds[] = {OpKind::kAllReduce,       OpKind::kReduce,    OpKind::kReduceScatter,
@@ -27,16 +28,29 @@ constexpr OpKind kKinds[] = {OpKind::kAllReduce,       OpKind::kReduce,    OpKin
                              OpKind::kScatter,         OpKind::kAllToAll,  OpKind::kBarrier,
                              OpKind::kMonitoredBarrier};
 
-// More than the suite has time for: ./dev soak.
-int numberFrom(const char* variable, int usually) {
-  const char* value = std::getenv(variable);
-  return value ? std::atoi(value) : usually;
-}
+// ./dev soak sets variables for more worlds than the suite has time for.
 bool hasMuchTime() { return numberFrom("PLAN_WORLDS", 0) > 1000; }
+
+// Reports the seed of a test that has failed.
+struct ScopedSeed {
+  ~ScopedSeed() {
+    if (hasFailed()) test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+  }
+  bool hasFailed() const { return test::failureCount() > before; }
+  const unsigned seed = std::random_device{}();
+  const int before = test::failureCount();
+};
 
 std::vector<int> uniform(int hosts, int ranks) {
   std::vector<int> hostOf;
   for (int host = 0; host < hosts; ++host) hostOf.insert(hostOf.end(), ranks, host);
+  return hostOf;
+}
+
+// Puts ranks on hosts at random.
+std::vector<int> scattered(int ranks, int hosts, std::mt19937& random) {
+  std::vector<int> hostOf(ranks);
+  for (int& host : hostOf) host = static_cast<int>(random() % hosts);
   return hostOf;
 }
 
@@ -63,7 +77,7 @@ std::vector<Job> jobsOf(OpKind kind, int ranks, int root, uint64_t bytes, bool i
   return jobs;
 }
 
-// In chunks of few elements.
+// Cuts the job into chunks of few elements.
 Chunking inChunks(const Job& job, uint64_t chunkBytes) {
   uint64_t block = 0;
   for (const uint64_t bytes : job.in) block = std::max(block, bytes);
@@ -75,9 +89,9 @@ Chunking inChunks(const Job& job, uint64_t chunkBytes) {
   return {(block + chunkBytes - 1) / chunkBytes, chunkBytes};
 }
 
-// In one piece or in several; memory shared on no host, on all, on every other one.
+// One chunk or several, and memory shared on no host, on all, or on every other one.
 constexpr int kVariants = 6;
-constexpr uint64_t kChunkElements[] = {60, 7};  // of even and of odd variants
+constexpr uint64_t kChunkElements[] = {60, 7};  // in even and in odd variants
 
 bool isRight(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements,
              bool isNarrow, int variant, int mostInUnit = Shape::kMostInUnit,
@@ -111,14 +125,14 @@ void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t eleme
            int mostInUnit = Shape::kMostInUnit, SumTree tree = SumTree()) {
   const Job job = evenJob(kind, static_cast<int>(hostOf.size()), root, root, elements * kElement,
                           kElement, kElement);
-  // What is one chunk either way is not checked twice.
+  // A job that is one chunk in all variants is not checked twice.
   const bool isCut = inChunks(job, kChunkElements[1] * kElement).chunks > 1;
   for (int variant = 0; variant < kVariants; variant += isCut ? 1 : 2) {
     if (!isRight(hostOf, kind, root, elements, isNarrow, variant, mostInUnit, tree)) return;
   }
 }
 
-// One of all operations, in one of all variants.
+// Verifies one operation in one variant.
 bool isSomeRight(const std::vector<int>& hostOf, std::mt19937& random) {
   const int ranks = static_cast<int>(hostOf.size());
   const OpKind kind = kKinds[random() % std::size(kKinds)];
@@ -246,10 +260,10 @@ TEST(Plan, isRightForAllSmallWorlds) {
   }
 }
 
-// Larger ones: a few of the ways to put them on hosts, or all.
+// Verifies a few of the ways to put more ranks on hosts, or all of them.
 TEST(Plan, isRightForSomeOfAllWorldsOnFewHosts) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
+  const ScopedSeed seed;
+  std::mt19937 random(seed.seed);
   const unsigned stride = hasMuchTime() ? 1 : 2000;
   bool isRight = true;
   for (int ranks = 13; ranks <= 64; ++ranks) {
@@ -258,10 +272,9 @@ TEST(Plan, isRightForSomeOfAllWorldsOnFewHosts) {
       if (isRight && random() % stride == 0) isRight = isSomeRight(inARow(hosts), random);
     });
   }
-  if (!isRight) test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
 }
 
-// More chunks than ranks of a host have areas for.
+// There are more chunks than areas.
 TEST(Plan, isRightWhereMemoryIsUsedAgain) {
   constexpr uint64_t kChunks = 40;
   for (const auto& [hostOf, mostInUnit] :
@@ -289,41 +302,29 @@ TEST(Plan, isRightWhereMemoryIsUsedAgain) {
 }
 
 TEST(Plan, isRightForRandomWorlds) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40); ++i) {
+  const ScopedSeed seed;
+  std::mt19937 random(seed.seed);
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40) && !seed.hasFailed(); ++i) {
     const int ranks = 2 + static_cast<int>(random() % 63);
     const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 24));
-    std::vector<int> hostOf(ranks);
-    for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+    std::vector<int> hostOf = scattered(ranks, hosts, random);
     if (random() % 2) std::sort(hostOf.begin(), hostOf.end());
-    const int before = test::failureCount();
-    // Two to five levels.
+    // The small units make two to five levels.
     checkAll(hostOf, random, i % 2 ? Shape::kMostInUnit : 2 << random() % 3);
-    if (test::failureCount() > before) {
-      test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
-      return;
-    }
   }
 }
 
-// There its neighbours send and receive for a root.
+// In a large world, the neighbours of a root send and receive for it.
 TEST(Plan, isRightForRootsOfLargeWorlds) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40) / 5; ++i) {
+  const ScopedSeed seed;
+  std::mt19937 random(seed.seed);
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 40) / 5 && !seed.hasFailed(); ++i) {
     const int ranks = 65 + static_cast<int>(random() % 60);
     const int hosts = 2 + static_cast<int>(random() % 30);
-    std::vector<int> hostOf(ranks);
-    for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+    const std::vector<int> hostOf = scattered(ranks, hosts, random);
     const int root = static_cast<int>(random() % ranks);
-    const int before = test::failureCount();
     for (const OpKind kind : {OpKind::kBroadcast, OpKind::kReduce}) {
       check(hostOf, kind, root, 5 + random() % 100, random() % 2, 2 << random() % 4);
-    }
-    if (test::failureCount() > before) {
-      test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
-      return;
     }
   }
 }
@@ -340,21 +341,20 @@ TEST(Plan, isRightForLargeWorlds) {
     }
     const PlanCounts counts = countsOf(hostOf, OpKind::kAllReduce, 64 << 20);
     EXPECT(counts.scratch <= 48 << 20);
-    // Where a host has fewer ranks than lanes, one of them drives several, and talks to as many
-    // ranks as those of another host together.
+    // On a host with fewer ranks than lanes, a rank drives several lanes, and has as many peers as
+    // all ranks of another host together.
     EXPECT(counts.peers <= (ranks % 8 == 0 ? 64 : 8 * 22));
   }
 }
 
-// With a block for each rank there is much to verify: of the sizes and variants one, or all.
+// With a block for each rank there is much to verify, so this uses one size and variant, or all.
 TEST(Plan, isRightForAllOperationsOfLargeWorlds) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
+  const ScopedSeed seed;
+  std::mt19937 random(seed.seed);
   const std::vector<int> sizes = {999, 1000, 1001, 1024};
-  const int before = test::failureCount();
   for (const OpKind kind : kKinds) {
     if (kind == OpKind::kAllReduce || kind == OpKind::kBroadcast) continue;
-    // Its messages are as many as there are pairs.
+    // It has as many messages as there are pairs.
     const bool isFew = kind == OpKind::kAllToAll && !hasMuchTime();
     const size_t chosen = random() % sizes.size();
     for (size_t i = 0; i < sizes.size(); ++i) {
@@ -371,9 +371,6 @@ TEST(Plan, isRightForAllOperationsOfLargeWorlds) {
       }
     }
   }
-  if (test::failureCount() > before) {
-    test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
-  }
 }
 
 TEST(Plan, isRightForTenThousandRanks) {
@@ -385,7 +382,7 @@ TEST(Plan, isRightForTenThousandRanks) {
       if (shape.hosts() == shape.ranks() && !hasMuchTime()) continue;
       isRight(hostOf, kind, 17, hasMuchTime() ? 30 : 3, false, 4);
     }
-    // Large ones take long to plan: some ranks, or all.
+    // Large plans take long to make, so this makes those of some ranks, or of all.
     for (const OpKind kind :
          {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kAllGather, OpKind::kReduce}) {
       for (int rank = 0; rank < shape.ranks(); rank += hasMuchTime() ? 1 : 1111) {
@@ -396,7 +393,7 @@ TEST(Plan, isRightForTenThousandRanks) {
           if (step.act < Step::Act::kSend || hostOf[step.peer] == hostOf[rank]) continue;
           peers.insert(step.peer);
         }
-        // A small host that is alone in its unit acts in it for all others.
+        // A small host that is alone in its unit acts for all others in it.
         const bool isAlone = shape.hosts() == 105 && hostOf[rank] == 104;
         EXPECT(peers.size() <= (isAlone ? 640 : 96));
       }
@@ -406,7 +403,7 @@ TEST(Plan, isRightForTenThousandRanks) {
 
 namespace {
 
-// A gather, scatter or all_to_all with blocks of all sizes, many of them empty, some large.
+// A gather, scatter or all_to_all with blocks of all sizes. Many are empty, and some are large.
 std::vector<Job> unevenJobs(OpKind kind, int ranks, int root, std::mt19937& random) {
   const uint64_t most = random() % 3 == 0 ? 30 : 3;
   std::vector<std::vector<uint64_t>> bytes(ranks, std::vector<uint64_t>(ranks));
@@ -433,26 +430,25 @@ std::vector<Job> unevenJobs(OpKind kind, int ranks, int root, std::mt19937& rand
 }  // namespace
 
 TEST(Plan, exchangesBlocksOfAllSizes) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
+  const ScopedSeed seed;
+  std::mt19937 random(seed.seed);
   for (int i = 0; i < numberFrom("PLAN_WORLDS", 100); ++i) {
     for (const OpKind kind : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll}) {
-      // Blocks go together in large worlds only.
+      // Blocks are sent together in large worlds only.
       const int least = i % 2 == 0 ? 2 : kind == OpKind::kAllToAll ? 8 : 65;
       const int ranks = least + static_cast<int>(random() % 20);
       const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 8));
-      std::vector<int> hostOf(ranks);
-      for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+      const std::vector<int> hostOf = scattered(ranks, hosts, random);
       const Shape shape(hostOf);
       const int root = static_cast<int>(random() % ranks);
       std::vector<bool> sharesMemory(shape.hosts());
       for (size_t host = 0; host < sharesMemory.size(); ++host) sharesMemory[host] = random() % 2;
       std::vector<Job> jobs = unevenJobs(kind, ranks, root, random);
       const std::string where = std::string(name(kind)) + ", root " + std::to_string(root) +
-                                ", seed " + std::to_string(seed) + ", hosts " + describe(hostOf);
+                                ", hosts " + describe(hostOf);
       std::string wrong = verify(shape, jobs, {}, sharesMemory);
       if (!wrong.empty()) return test::fail(__FILE__, __LINE__, where + ": " + wrong);
-      // One host expects more of another one than that sends. No rank waits for it.
+      // One host expects more than another one sends. No rank waits for the difference.
       const int to = kind == OpKind::kGather ? root : static_cast<int>(random() % ranks);
       const int from = kind == OpKind::kScatter ? root : static_cast<int>(random() % ranks);
       if (shape.hostOf(from) == shape.hostOf(to)) continue;
@@ -464,8 +460,8 @@ TEST(Plan, exchangesBlocksOfAllSizes) {
   }
 }
 
-// Of S bytes for each rank, what all hosts must send at least. Between more than 16 hosts pieces
-// come to hosts that pass them on: so many times as much.
+// Compares the bytes that plans send with the least that a host must send. Between more than 16
+// hosts, some pieces are sent on by other hosts, so a plan may send a factor `ofMany` more.
 TEST(Plan, sendsNoByteTwiceToAHost) {
   constexpr uint64_t kBytes = 16 << 20;
   for (const auto& [hosts, ranks] :
@@ -487,20 +483,20 @@ TEST(Plan, sendsNoByteTwiceToAHost) {
       EXPECT(counts.sent <= 1.01 * bound * (hosts > 16 ? ofMany : 1));
     }
   }
-  // Unequal hosts: what is only moved costs no more; what is added up, what the tree's nodes
-  // counts.
+  // With unequal hosts, collectives that only move data send no more. Reductions send more, as the
+  // tree has more nodes.
   const std::vector<int> unequal = inARow({3, 5});
   EXPECT(countsOf(unequal, OpKind::kAllGather, kBytes).sent <= 5 * kBytes * 1.01);
   EXPECT(countsOf(unequal, OpKind::kBroadcast, kBytes).sent <= kBytes * 1.01);
   for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
     EXPECT(countsOf(unequal, kind, kBytes).sent <= kBytes * 1.6);
   }
-  // Hosts of three times a power of two send two sums, and one with blocks of three.
+  // Hosts of three times a power of two ranks send two sums, or one sum with blocks of three.
   const std::vector<int> twelve = uniform(4, 12);
   EXPECT(countsOf(twelve, OpKind::kReduceScatter, kBytes).sent >= 1.9 * kBytes * 3 / 4);
   EXPECT(countsOf(twelve, OpKind::kReduceScatter, kBytes, 4, SumTree(3)).sent <=
          1.01 * kBytes * 3 / 4);
-  // Narrow floats travel wide where a host has added them up.
+  // Sums of narrow floats are sent as wide floats.
   EXPECT(countsOf(uniform(2, 4), OpKind::kAllReduce, kBytes, 2).sent <= kBytes * 1.51);
 }
 
@@ -510,12 +506,12 @@ TEST(Plan, needsLittleMemoryAndFewMessages) {
       EXPECT(countsOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 32 << 20);
     }
   }
-  // Small: one message from each host to each other one.
+  // Small tensors take one message from each host to each other one.
   EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
   EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
   EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
   EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kAllToAll, 4).messages, 4u * 3);
-  // In a large world a rank talks to few others.
+  // In a large world a rank has few peers.
   EXPECT(countsOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 34);
   EXPECT(countsOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
   EXPECT_EQ(countsOf(uniform(125, 8), OpKind::kAllToAll, 8).messages, 125u * 124);
@@ -530,7 +526,7 @@ TEST(Plan, needsLittleMemoryAndFewMessages) {
   EXPECT_EQ(countsOf(uniform(125, 8), OpKind::kScatter, 8).messages, 124u);
 }
 
-// A plan that is wrong is found out.
+// The verifier detects plans that do not match.
 TEST(Verifier, findsAJobThatDiffers) {
   const Shape shape(uniform(2, 2));
   std::vector<Job> jobs = jobsOf(OpKind::kAllReduce, 4, 0, 64 * kElement, false);

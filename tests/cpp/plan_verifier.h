@@ -1,13 +1,17 @@
-// Proves the plans of all ranks without running them: that every message has its counterpart, that
-// all ranks come to the end even if every send waits for its receiver, and that each byte of every
-// output is what the operation says: the right input, or the whole tree over all ranks, with every
-// contribution in it once. Chunks are under way together as run.cpp has them: step by step, their
-// messages told apart by tags. Where ranks of a host share memory, it also proves that a rank reads
-// there only what its writer has said to be there, and writes only where it has heard that nobody
-// reads what stood there. And it holds plans to bounds: scratch memory, ranks that one talks to,
-// ranks that send to one host at a time.
+// Proves the plans of all ranks without running them:
 //
-// Plain functions: nothing blocks. Memory: some 16 bytes for each element of all ranks' buffers.
+//   - Every message has its counterpart.
+//   - All ranks finish, even if every send waits for its receiver.
+//   - Each byte of every output is right: the right input, or the whole tree over all ranks, with
+//     every contribution in it once.
+//   - Several chunks are in progress as in run.cpp, and tags distinguish their messages.
+//   - If the ranks of a host share memory, a rank reads there only what its writer has published,
+//     and overwrites only what every reader has marked as read.
+//   - The scratch memory, the peers of a rank, and the ranks that send to a host in one phase are
+//     bounded.
+//
+// Nothing blocks. The verifier needs some 16 bytes of memory for each element of all ranks'
+// buffers.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +32,7 @@ namespace test::verifier {
 
 using namespace mycoll;
 
-// What stands in an element of memory: element `element` of block `block` of some ranks' inputs.
+// The contents of an element of memory: element `element` of block `block` of some ranks' inputs.
 struct Cell {
   int block = -1;
   uint64_t element = 0;
@@ -53,28 +57,28 @@ inline bool reduces(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
-// What a rank shares with the others of its host, for one chunk after the other.
+// Memory that a rank shares with the others of its host, used for one chunk after the other.
 struct Area {
   struct Written {
     uint64_t chunk = 0;
-    int readableAfter = 0;  // so many of its owner's marks; 0: nothing stands there
+    int readableAfter = 0;  // this many marks of its owner; 0: nothing was written
   };
   std::vector<Cell> cells;
   std::vector<Written> written;  // by element
 };
 
-// A chunk that a rank has under way.
+// A chunk that a rank has begun and not finished.
 struct UnderWay {
   uint64_t chunk = 0;
   std::shared_ptr<const Plan> plan;
   std::vector<Cell> scratch;
-  size_t next = 0;      // step
-  int phase = 0;        // the next one to begin
-  size_t messages = 0;  // of the one that was begun
+  size_t next = 0;      // the next step
+  int phase = 0;        // the next phase
+  size_t messages = 0;  // pending messages of the phase before it
   bool isOver() const { return phase > plan->phases; }
 };
 
-// One rank's memory and how far it is.
+// One rank's memory and progress.
 struct Rank {
   const Job* job = nullptr;
   std::vector<std::vector<Cell>> in, out;
@@ -82,13 +86,13 @@ struct Rank {
   std::shared_ptr<const Plan> plan;  // of the latest chunk
   std::deque<UnderWay> underWay;
   uint64_t step = 0;
-  uint64_t begun = 0;  // chunks
-  size_t at = 0;       // which chunk under way comes next in this step
-  int marks = 0;       // that it has set
-  // For each mark: for how many chunks it was set, and its how many-th of all marks that was.
+  uint64_t begun = 0;  // the number of chunks that it has begun
+  size_t at = 0;       // the next chunk in this step
+  int marks = 0;       // the number of marks that it has set
+  // For each mark: the number of chunks that it was set for, and the value of `marks` then.
   std::vector<std::pair<uint64_t, int>> marked[kMarks];
-  std::map<int, int> seen;  // by rank: how many of its marks this one has waited for
-  uint64_t freed = 0;       // for how many chunks it knows that no rank needs areas any more
+  std::map<int, int> seen;  // by rank: the number of its marks that this rank has waited for
+  uint64_t freed = 0;       // the number of chunks whose areas no rank reads any more
 };
 
 class Verifier {
@@ -127,7 +131,7 @@ class Verifier {
       if (isOver && away_ >= 0) {
         fail("rank " + std::to_string(rank) + " does not wait for rank " + std::to_string(away_));
       }
-      if (!isOver && away_ < 0) fail("rank " + std::to_string(rank) + " waits for ever");
+      if (!isOver && away_ < 0) fail("rank " + std::to_string(rank) + " waits forever");
       if (away_ < 0) checkOutput(self);
     }
     return wrong_;
@@ -144,8 +148,7 @@ class Verifier {
     const OpKind kind = jobs_[0].kind;
     return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
   }
-  // Of what hosts exchange, a rank of this one drives at most so many lanes. A broadcast has a lane
-  // for each rank of a host.
+  // The number of lanes between hosts. A broadcast has a lane for each rank of a host.
   int mostLanes() const {
     size_t most = shape_.lanes();
     for (int host = 0; host < shape_.hosts(); ++host) {
@@ -153,24 +156,26 @@ class Verifier {
     }
     return static_cast<int>(most);
   }
+  // The most lanes that a rank of this host drives.
   int lanesOf(int host) const {
     const int members = static_cast<int>(shape_.membersOf(host).size());
     return (mostLanes() + members - 1) / members;
   }
-  // On this level a host acts for its unit in what concerns so many of the hosts of a whole one.
+  // On this level, the number of hosts of a complete unit for which this host acts in its own unit.
   int dutiesOf(int level, int host) const {
     const int hosts = shape_.hostsIn(level, shape_.unitOf(level, host));
     return (shape_.unitSize(level) + hosts - 1) / hosts;
   }
-  // With so many hosts it has to do in that: one of each part of the unit, and who gets it all.
+  // The most hosts that it exchanges messages with for them: one of each part of the unit, and the
+  // host that gets everything.
   int mostHosts(int level, int host) const {
     const int hosts = shape_.hostsIn(level, shape_.unitOf(level, host));
     const int size = shape_.unitSize(level - 1);
     return std::min(hosts - 1, dutiesOf(level - 1, host) * ((hosts + size - 1) / size + 1));
   }
 
-  // Ranks talk to few others, and no host hears of many at a time, except for blocks that go from
-  // rank to rank and for roots of small worlds.
+  // A rank exchanges messages with few others, and few ranks send to a host in one phase.
+  // Exceptions are blocks that are sent from rank to rank, and roots of small worlds.
   void checkTraffic() {
     if (isExchange()) return;
     std::map<std::pair<int, int>, std::set<int>> senders;  // by host and phase
@@ -188,7 +193,7 @@ class Verifier {
       for (int level = 1; level <= shape_.levels(); ++level) {
         most += static_cast<size_t>(lanesOf(host) * mostHosts(level, host));
       }
-      checkMost("rank " + std::to_string(rank) + " talks to ranks", peers.size(), most);
+      checkMost("peers of rank " + std::to_string(rank), peers.size(), most);
     }
     for (const auto& [where, ranks] : senders) {
       const auto& [host, phase] = where;
@@ -196,14 +201,14 @@ class Verifier {
       for (int level = 1; level <= shape_.levels(); ++level) {
         hosts = std::max(hosts, mostHosts(level, host));
       }
-      checkMost("ranks send to host " + std::to_string(host) + " in phase " + std::to_string(phase),
+      checkMost("senders to host " + std::to_string(host) + " in phase " + std::to_string(phase),
                 ranks.size(), static_cast<size_t>(mostLanes() * hosts));
     }
   }
 
-  // What a rank has of each node that it meets, as it came, as it goes on, and added up, and copies
-  // of its own for each host that gets them; of what goes together between hosts, as much as there
-  // is room for.
+  // A rank may keep each node three times: as it arrived, as it is sent on, and added up; and a
+  // copy of its own nodes for each host that receives them. Blocks that are sent together between
+  // hosts are limited by the room for them.
   void checkScratch(int rank, uint64_t chunk) {
     const Job& job = jobs_[rank];
     const int host = shape_.hostOf(rank);
@@ -226,7 +231,7 @@ class Verifier {
     };
     const uint64_t wide = job.wideBytes / job.elementBytes;
     const uint64_t together = areaBytes(shape_) + 2 * job.elementBytes * shape_.hosts();
-    checkMost("rank " + std::to_string(rank) + " has bytes of scratch memory",
+    checkMost("bytes of scratch memory of rank " + std::to_string(rank),
               ranks_[rank].plan->scratchBytes,
               isExchange() ? together : 3 * wide * nodes * std::max(hasOf(job.in), hasOf(job.out)));
   }
@@ -237,7 +242,7 @@ class Verifier {
     }
   }
 
-  // The elements of a place; null: they are not there. For this rank to read, or to write.
+  // Returns the elements of a place, for this rank to read or to write, or null if there are none.
   Cell* at(int rank, UnderWay& chunk, const Place& place, bool isWrite) {
     Rank& each = ranks_[rank];
     const uint64_t unit = each.job->elementBytes;
@@ -268,7 +273,7 @@ class Verifier {
     }
     const auto& done = each.marked[static_cast<int>(Mark::kDone)];
     if (!isWrite && owner != rank && !done.empty() && done.back().first > chunk.chunk) {
-      fail("rank " + std::to_string(rank) + " reads after it has said that it needs areas no more");
+      fail("rank " + std::to_string(rank) + " reads an area after it has marked it as read");
     }
     for (uint64_t i = begin; i < end; ++i) {
       Area::Written& written = area.written[i];
@@ -307,8 +312,8 @@ class Verifier {
   bool shares(int rank) const {
     return sharesMemory_[shape_.hostOf(rank)] && isShared(shape_, jobs_[rank], chunking_);
   }
-  // As Arena::roundsBefore: how many chunks all ranks of the host must have done before areas of
-  // this one may be written to.
+  // As Arena::roundsBefore: the number of chunks that all ranks of the host must have done before
+  // the areas of this chunk may be written.
   uint64_t chunksBefore(uint64_t chunk) const {
     const uint64_t areas = areaCount(shape_);
     return chunk < areas ? 0 : chunk + 1 - areas;
@@ -324,7 +329,7 @@ class Verifier {
     checkScratch(rank, chunk);
   }
 
-  // Goes on with what netCollective() does (run.cpp), as far as it comes.
+  // Does what netCollective() does (run.cpp), until the rank must wait.
   void advance(int rank) {
     Rank& each = ranks_[rank];
     while (wrong_.empty() && !isAtTheEnd(each)) {
@@ -354,7 +359,8 @@ class Verifier {
     begun.scratch.resize(each.plan->scratchBytes / each.job->elementBytes);
   }
 
-  // False: it waits for others of its host. A message is over when both sides are at it.
+  // Returns false if the rank must wait for others of its host. A message is complete when both
+  // sides have begun it.
   bool beginPhase(int rank, UnderWay& chunk) {
     const Plan& plan = *chunk.plan;
     for (; chunk.next < plan.steps.size() && wrong_.empty(); ++chunk.next) {
@@ -402,7 +408,7 @@ class Verifier {
     if (--theirs.chunk->messages == 0) ready_.push_back(step.peer);
   }
 
-  // Those of its host that wait for it may go on.
+  // The ranks of its host that wait for the mark may continue.
   void mark(int rank, uint64_t chunk, Mark mark) {
     Rank& each = ranks_[rank];
     auto& marked = each.marked[static_cast<int>(mark)];
@@ -415,7 +421,7 @@ class Verifier {
     }
   }
 
-  // False: some rank has not come so far.
+  // Returns false if some rank of the host has not set the mark yet.
   bool hasWaited(int rank, uint64_t chunk, Mark mark) {
     const uint64_t chunks = mark == Mark::kDone ? chunksBefore(chunk) : chunk + 1;
     if (chunks == 0) return true;
@@ -516,8 +522,8 @@ class Verifier {
           default: break;
         }
         if (cell == expected) continue;
-        return fail("rank " + std::to_string(rank) + " ends with " + describe(cell) +
-                    " where there should be " + describe(expected));
+        return fail("rank " + std::to_string(rank) + " has " + describe(cell) + " instead of " +
+                    describe(expected) + " in its output");
       }
     }
   }
@@ -529,19 +535,21 @@ class Verifier {
   const SumTree tree_;
   const int away_;
   std::vector<Rank> ranks_;
-  std::deque<int> ready_;  // to go on
+  std::deque<int> ready_;  // ranks that can continue
   struct Message {
     UnderWay* chunk;
     Place place;
   };
-  // By sender, receiver and tag: messages that only one of them has begun, and whether by sending.
+  // By sender, receiver and tag: messages that one side has begun, and whether that is the sender.
   std::map<std::tuple<int, int, uint64_t>, std::pair<bool, std::vector<Message>>> waiting_;
   std::string wrong_;
 };
 
-// jobs[rank]: the same collective, as each rank sees it. sharesMemory: on which hosts ranks do so,
-// for jobs that they may share. away: this rank does not come, for which all others are to wait.
-// "" if all is well; else what is wrong.
+// Verifies the plans of one collective. Returns "" or what is wrong.
+//
+// jobs[rank]: the collective as each rank sees it. sharesMemory: the hosts whose ranks share
+// memory, for jobs that may be shared. away: a rank that does not call, and for which all others
+// must wait.
 inline std::string verify(const Shape& shape, const std::vector<Job>& jobs,
                           const Chunking& chunking, const std::vector<bool>& sharesMemory,
                           SumTree tree = SumTree(), int away = -1) {

@@ -1,5 +1,5 @@
-// What a wheel calls in place of functions that older systems lack, beside those functions. Not
-// under a sanitizer, which brings some of them in one version only.
+// Compares the functions that a wheel calls, as older systems lack some, with the system's. Not
+// under a sanitizer, which provides only one version of some of them.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define MYCOLL_PORTABLE
 #include "base/portable.cpp"
@@ -48,8 +48,8 @@ TEST(Portable, filesAreDescribedAlike) {
   EXPECT_EQ(__wrap_stat("/no/such/file", &found), -1);
 }
 
-TEST(Portable, deadlinesAreOfTheTimeOfDay) {
-  // With and without a carry, whatever the two clocks say.
+TEST(Portable, deadlinesBecomeTimesOfDay) {
+  // With and without a carry of the nanoseconds.
   for (const long long ahead : {0LL, 1LL, 999'999'999LL, 1'500'000'000LL, -300'000'000LL}) {
     const long long start = nanoseconds(now(CLOCK_MONOTONIC)), end = start + ahead;
     const long long offset = nanoseconds(now(CLOCK_REALTIME)) - start;
@@ -151,6 +151,6 @@ TEST(Portable, librariesAndThreads) {
 #include "test.h"
 
 TEST(Portable, needsNoSanitizer) {
-  SKIP("a sanitizer brings some of the functions in one version only");
+  SKIP("a sanitizer provides only one version of some of the functions");
 }
 #endif

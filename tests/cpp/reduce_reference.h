@@ -1,4 +1,4 @@
-// What reduce() should yield, one element at a time and by the book, for reduce_test.cpp.
+// The expected results of reduce(), computed one element at a time as the standards define them.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace mycoll::reference {
 
-// A small floating-point format, by the book: decoded with ldexp, encoded by search.
+// A small floating-point format: decodes with ldexp, and encodes by a search.
 class Format {
  public:
   Format(int bits, int mantissaBits, bool hasInfinity, bool saturates)
@@ -21,7 +21,8 @@ class Format {
     const uint32_t signBit = 1u << (bits - 1);
     const int exponentBits = bits - 1 - mantissaBits;
     const int bias = (1 << (exponentBits - 1)) - 1;
-    // With infinities the highest exponent is no number; without, only its last pattern is none.
+    // In a format with infinities, codes with the highest exponent are no numbers. In one without,
+    // only the last code is none.
     const uint32_t end = hasInfinity ? ((1u << exponentBits) - 1) << mantissaBits : signBit - 1;
     for (uint32_t code = 0; code < end; ++code) {
       const int exponent = static_cast<int>(code >> mantissaBits);
@@ -50,18 +51,18 @@ class Format {
     const uint32_t sign = std::signbit(value) ? signBit : 0;
     if (std::isnan(value)) return sign | (signBit - 1);
     const double magnitude = std::fabs(static_cast<double>(value));
-    // The number after the largest, were the format larger: halfway to it, overflow begins.
+    // The number after the largest if the format had one. Overflow begins halfway to it.
     const double next = 2 * magnitudes_[end - 1] - magnitudes_[end - 2];
     const auto above = std::lower_bound(magnitudes_.begin(), magnitudes_.end(), magnitude);
     uint32_t code = static_cast<uint32_t>(above - magnitudes_.begin());
     if (code < end && magnitudes_[code] == magnitude) return sign | code;
-    // Not an exact number: between code - 1 and code.
+    // The value is between the numbers of code - 1 and code.
     const double high = code < end ? magnitudes_[code] : next;
     const double low = magnitudes_[code - 1];
     if (magnitude - low < high - magnitude) {
       --code;
     } else if (magnitude - low == high - magnitude && code % 2 == 1) {
-      --code;  // the even one of two that are as near
+      --code;  // rounds to even
     }
     if (code >= end) code = hasInfinity_ ? end : saturates_ ? end - 1 : signBit - 1;
     return sign | code;
@@ -74,7 +75,7 @@ class Format {
   int mantissaBits_;
   bool hasInfinity_;
   bool saturates_;
-  std::vector<double> magnitudes_;  // of codes 0, 1, ..., rising
+  std::vector<double> magnitudes_;  // of codes 0, 1, ..., in ascending order
 };
 
 inline const Format& formatOf(DType dtype) {
@@ -136,8 +137,8 @@ using Inputs = std::vector<const char*>;
 // MYCOLL_SUM_BLOCK.
 inline size_t block = 1;
 
-// Inputs lo to hi as the contract says: split at the largest power of two of blocks below their
-// number, and a block before its last input.
+// Combines inputs lo to hi in the documented order: splits them at the largest power of two of
+// blocks below their number, and a block before its last input.
 template <typename Leaf, typename Join>
 auto tree(size_t lo, size_t hi, const Leaf& leaf, const Join& join) -> decltype(leaf(lo)) {
   if (hi - lo == 1) return leaf(lo);
@@ -165,7 +166,7 @@ void referenceComplex(ReduceOp op, const Inputs& in, size_t i, int divisor, char
   auto leaf = [&](size_t k) { return Number{at<T>(in[k], 2 * i), at<T>(in[k], 2 * i + 1)}; };
   auto join = [&](Number x, Number y) {
     if (op != ReduceOp::kProduct) return Number{x.re + y.re, x.im + y.im};
-    // volatile: no fused multiply-add, whatever this file is compiled for
+    // volatile prevents fused multiply-adds, whatever this file is compiled for.
     const volatile T a = x.re * y.re, b = x.im * y.im, c = x.re * y.im, d = x.im * y.re;
     return Number{a - b, c + d};
   };
@@ -208,7 +209,7 @@ inline void referenceBool(ReduceOp op, const Inputs& in, size_t i, char* out) {
   out[i] = value ? 1 : 0;
 }
 
-// Element i of the result, into out.
+// Writes element i of the result to out.
 inline void reduceElement(DType dtype, ReduceOp op, const Inputs& in, size_t i, int divisor,
                           char* out) {
   switch (dtype) {

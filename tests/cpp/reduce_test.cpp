@@ -1,5 +1,5 @@
-// kernels/: every type and operation, under every instruction set of this machine, against a
-// reference that works one element at a time and knows nothing of the kernels' tricks.
+// Compares the kernels, for every type, operation and instruction set of this machine, with a
+// reference that computes one element at a time.
 #include "kernels/reduce.h"
 
 #include <algorithm>
@@ -42,8 +42,8 @@ class ScopedIsa {
   ~ScopedIsa() { setActiveIsa(detectIsa()); }
 };
 
-// Random bits for half of the elements: NaNs, infinities and subnormals abound. The other half are
-// moderate numbers, so that sums mean something and halfway cases occur.
+// Half of the elements have random bits, so many are NaNs, infinities and subnormals. The other
+// half are moderate numbers, so that rounding matters and halfway cases occur.
 std::vector<char> randomArray(DType dtype, std::mt19937_64& random) {
   const size_t size = elementSize(dtype);
   std::vector<char> data(kMostElements * size);
@@ -69,7 +69,7 @@ std::vector<char> randomArray(DType dtype, std::mt19937_64& random) {
   return data;
 }
 
-// An array at a chosen distance from a 64-byte boundary, with guards that must stay as they are.
+// An array at a chosen distance from a 64-byte boundary, between guards that must not change.
 class Placed {
  public:
   Placed(size_t bytes, size_t misalignment) : storage_(bytes + 64 + 2 * kGuard + misalignment) {
@@ -119,7 +119,7 @@ void testType(DType dtype) {
         const ScopedIsa scoped(isa);
         for (const size_t count :
              {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{1000}, kMostElements}) {
-          // variant: what is misaligned by how much, what aliases what, which stores
+          // The variant chooses the alignment, the input that the output aliases, and the stores.
           for (int variant = 0; variant < 6; ++variant) {
             const bool streaming = variant % 2 == 1;
             const size_t skew = variant / 2 == 0 ? 0 : variant / 2 == 1 ? size : 1;
@@ -132,7 +132,7 @@ void testType(DType dtype) {
               in.push_back(placed.back().data());
             }
             Placed out(count * size, skew);
-            // Aliased with a different input in every variant, or with none.
+            // The output aliases a different input in every variant, or none.
             const int alias = variant < n ? variant : -1;
             char* const to = alias >= 0 ? placed[alias].data() : out.data();
             reduce(dtype, op, to, in.data(), n, count, divisor, streaming);
@@ -156,7 +156,7 @@ void testType(DType dtype) {
                              std::to_string(variant));
               return;
             }
-            // Beside it a copy: nothing, shorter, as long, longer.
+            // A copy of another array at the same time: empty, shorter, as long, longer.
             const size_t copied = count * size * static_cast<size_t>(variant) / 2;
             if (alias >= 0) std::memcpy(to, inputs[alias], count * size);
             Placed source(copied, skew), beside(copied, size);
@@ -179,8 +179,8 @@ void testType(DType dtype) {
   }
 }
 
-// Random bits, but no infinities and NaNs: of two NaNs the processor takes one, and the compiler
-// may choose which.
+// Random bits without infinities and NaNs. The result of two NaNs depends on the order in which the
+// compiler passes them to the processor.
 std::vector<char> finiteArray(DType dtype, std::mt19937_64& random) {
   const size_t bytes = elementSize(dtype);
   const bool isComplex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
@@ -194,7 +194,7 @@ std::vector<char> finiteArray(DType dtype, std::mt19937_64& random) {
   return data;
 }
 
-// The tree over lo to hi, cut at random: single inputs, and nodes that are combined on their own.
+// Cuts the tree over lo to hi at random into single inputs and nodes that are combined separately.
 class RandomCut {
  public:
   RandomCut(DType dtype, ReduceOp op, const std::vector<std::vector<char>>& arrays, size_t count,
@@ -262,7 +262,7 @@ void checkSteps() {
   }
 }
 
-// A block of ranks in a row, as a scope.
+// Sets MYCOLL_SUM_BLOCK for a scope.
 struct ScopedBlock {
   explicit ScopedBlock(const char* value) : choice("MYCOLL_SUM_BLOCK", value) {
     reference::block = static_cast<size_t>(sumTree().block());
@@ -275,8 +275,8 @@ struct ScopedBlock {
 
 TEST(Reduce, inStepsYieldsTheSameBits) { checkSteps(); }
 
-// The results of all operations on a type, as a number: the same on all machines. The bits of a NaN
-// are the processor's choice and do not count.
+// A hash of the results of all operations on a type, which is the same on all machines. The bits of
+// NaNs depend on the processor and are not part of it.
 TEST(Reduce, isTheSameOnAllMachines) {
   const std::map<DType, uint64_t> known = {
       {DType::kFloat32, 0xe193f9d8ef6ba585},    {DType::kFloat64, 0xd3c69f94af79ec5f},
@@ -350,7 +350,7 @@ TEST(SumTree, nodes) {
         self(self, middle, hi);
       };
       visit(visit, 0, ranks);
-      // Blocks are added up in order, and each is a node.
+      // Each block is a node.
       for (int lo = 0; lo < ranks; lo += block) {
         EXPECT(nodes.contains({lo, std::min(lo + block, ranks)}));
       }

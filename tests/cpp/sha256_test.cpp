@@ -1,4 +1,4 @@
-// Known answers: FIPS 180-4 examples, RFC 4231.
+// SHA-256 and HMAC: the examples of FIPS 180-4 and RFC 4231.
 #include "base/sha256.h"
 
 #include <set>
@@ -21,7 +21,7 @@ TEST(Sha256Test, sha256KnownAnswers) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-// The digests of messages of 0 to 300 bytes, as Python's hashlib has them, have this digest.
+// The digest of all digests of messages of 0 to 300 bytes, as computed by Python's hashlib.
 TEST(Sha256Test, sha256OfAnyLength) {
   std::string message, digests;
   for (int i = 0; i <= 300; ++i) {

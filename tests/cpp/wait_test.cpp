@@ -1,5 +1,4 @@
-// How a rank waits: what it takes for the number of cores, and how it notices that others need
-// them.
+// How a rank waits: how it counts cores, and how it detects that other threads need them.
 #include "base/wait.h"
 
 #include <chrono>
@@ -60,14 +59,14 @@ TEST(Wait, longYieldsShowCoreContention) {
   EXPECT(!one.isHere(at(1204)));
 
   CoreContention three(3);
-  for (const int begin : {1000, 1010, 1100, 1110}) {  // two rows of two
+  for (const int begin : {1000, 1010, 1100, 1110}) {  // twice two long yields in a row
     three.yielded(at(begin), at(begin + 3));
     EXPECT(!three.isHere(at(begin + 3)));
   }
   three.yielded(at(1120), at(1123));
   EXPECT(three.isHere(at(1123)));
   EXPECT(!three.isHere(at(1323)));
-  three.yielded(at(1325), at(1328));  // still there
+  three.yielded(at(1325), at(1328));  // one more shows that the contention continues
   EXPECT(three.isHere(at(1328)));
   three.yielded(at(2000), at(2003));
   EXPECT(!three.isHere(at(2003)));

@@ -12,8 +12,7 @@ using State = Comm::State;
 TEST(NcclConnect, endsByItsDeadline) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {false, true}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     // On a device that no other test uses, as the thread of the blocking call stays in NCCL.
     const auto comm = lone(standIn, 3, 4, options);
     const Clock::time_point start = Clock::now();
@@ -92,8 +91,7 @@ TEST(NcclConnect, reportsErrorsOfNccl) {
   StandIn& standIn = StandIn::required();
   for (bool isBlocking : {true, false}) {
     const auto script = standIn.scripted("fail=init");
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     const int64_t comms = standIn.count("comms");
     const Status status = lone(standIn, 0, 1, options)->connect(newId(standIn), patient(), nullptr);
     EXPECT(eventually([&] { return standIn.count("comms") == comms; }));  // no handle leaks

@@ -40,8 +40,7 @@ TEST(NcclAbort, releasesAStreamThatWaits) {
 TEST(NcclAbort, endsAnEnqueueThatHangs) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     World world(standIn, 1, options);
     Rank& rank = world[0];
     Buffer data(filled(1), rank.stream);
@@ -84,8 +83,7 @@ TEST(NcclAbort, freesAfterAThreadHasReturned) {
 // Without ncclCommRevoke, the communicator remains until the thread returns by itself.
 TEST(NcclAbort, waitsForAThreadThatCannotBeReleased) {
   StandIn& standIn = StandIn::required();
-  CommOptions options;
-  options.nccl.isBlocking = true;
+  const CommOptions options = blocking(true);
   const int64_t comms = standIn.count("comms");
   World world(standIn, 1, options);
   Rank& rank = world[0];
@@ -109,8 +107,7 @@ TEST(NcclAbort, waitsForAThreadThatCannotBeReleased) {
 // As above, for a split on a thread of mycoll's, whose caller no longer waits.
 TEST(NcclAbort, freesAfterASplitHasReturned) {
   StandIn& standIn = StandIn::full();
-  CommOptions options;
-  options.nccl.isBlocking = true;
+  const CommOptions options = blocking(true);
   World world(standIn, 2, options);
   const auto child = lone(standIn, 0, 2, options);
   const int64_t splits = standIn.count("ncclCommSplit");
@@ -165,8 +162,7 @@ TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
 TEST(NcclClose, waitsForRunningOperations) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     World world(standIn, 2, options);
     world.run([](Rank& rank) {
       Buffer data(filled(1), rank.stream), first(filled(1), rank.stream);
@@ -188,8 +184,7 @@ TEST(NcclClose, waitsForRunningOperations) {
 TEST(NcclClose, endsByItsDeadline) {
   StandIn& standIn = StandIn::full();
   for (const std::string what : {"finalize", "destroy", "pending", "pending without blocking"}) {
-    CommOptions options;
-    options.nccl.isBlocking = what.find("without") == what.npos;
+    const CommOptions options = blocking(what.find("without") == what.npos);
     const bool isPending = what.starts_with("pending");
     const int64_t comms = standIn.count("comms");
     {
@@ -259,8 +254,7 @@ TEST(NcclClose, endsByItsDeadlineWhileAGraphExists) {
   StandIn& standIn = StandIn::full();
   const int64_t comms = standIn.count("comms");
   for (bool isBlocking : {true, false}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     World world(standIn, 1, options);
     void* const stream = world[0].stream;
     Buffer data(filled(1), stream);
@@ -279,8 +273,7 @@ TEST(NcclClose, endsByItsDeadlineWhileAGraphExists) {
 TEST(NcclSplit, byColorAndKey) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     World world(standIn, 4, options);
     for (int round = 0; round < 3; ++round) {
       world.run([&](Rank& rank) {
@@ -333,8 +326,7 @@ TEST(NcclSplit, endsWhenOthersDoNotCall) {
 TEST(NcclSplit, freesAChildThatIsMadeLate) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommOptions options;
-    options.nccl.isBlocking = isBlocking;
+    const CommOptions options = blocking(isBlocking);
     const int64_t comms = standIn.count("comms");
     World world(standIn, 1, options);
     const auto child = lone(standIn, 0, 1, options);

@@ -121,8 +121,7 @@ TEST(NcclMoves, listsWithoutTheNewerFunctions) {
 }
 
 TEST(NcclMoves, blockingCommunicators) {
-  CommOptions options;
-  options.nccl.isBlocking = true;
+  const CommOptions options = blocking(true);
   World world(StandIn::full(), 3, options);
   world.run([](Rank& rank) {
     for (int round = 0; round < 20; ++round) {

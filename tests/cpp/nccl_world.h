@@ -112,6 +112,12 @@ inline CommOptions onDeviceOf(int rank, CommOptions options) {
   return options;
 }
 
+inline CommOptions blocking(bool isBlocking) {
+  CommOptions options;
+  options.nccl.isBlocking = isBlocking;
+  return options;
+}
+
 // All ranks connect, run `body` and close. Streams are reused, as each is a thread that never ends.
 class World {
  public:

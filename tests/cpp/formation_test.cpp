@@ -57,7 +57,7 @@ class WatchedStore final : public Store {
     return store_->compareSet(key, expected, value, now);
   }
 
-  size_t operations = 0;
+  std::atomic<size_t> operations{0};
 
  private:
   const std::shared_ptr<Store> store_;

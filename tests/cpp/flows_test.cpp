@@ -313,7 +313,7 @@ TEST(Flows, oneBrokenSocketEndsTheConnection) {
     std::vector<char> in(kLarge);
     Transfer receiving;
     far.receive(0, receiving, in, 9);
-    ::shutdown(far.links[1]->fds[static_cast<size_t>(broken)], SHUT_RDWR);
+    ::shutdown(far.links[1]->fds[broken], SHUT_RDWR);
     EXPECT(far.meshes.turnUntil([&] { return receiving.isDone(); }, 3'000));
     EXPECT_EQ(receiving.status().code(), Code::kPeerLost);
     EXPECT(

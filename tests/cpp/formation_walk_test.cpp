@@ -212,10 +212,10 @@ struct Script {
         (endsAfterwards ? ", ends" : "") + (isMet ? ", met" : "") + (isStale ? ", stale" : "") +
         (isDestroyed ? ", destroyed" : "") + "; member@host+delay";
     for (int rank = 0; rank < ranks(); ++rank) {
-      const auto member = static_cast<size_t>(members[static_cast<size_t>(rank)]);
+      const auto member = static_cast<size_t>(members[rank]);
       text += " " + std::to_string(member) + "@" + std::to_string(hostOf[member]) +
               (transports[member] == TransportChoice::kTcp ? "t" : "s") + "+" +
-              std::to_string(delays[static_cast<size_t>(rank)].count());
+              std::to_string(delays[rank].count());
     }
     return text + ")";
   }
@@ -256,14 +256,14 @@ class World {
     std::latch isOver(script_.ranks());
     began_ = Clock::now();
     test::Threads(script_.ranks(), [&](int rank) {
-      results[static_cast<size_t>(rank)] = play(rank);
+      results[rank] = play(rank);
       isOver.arrive_and_wait();
     });
     return results;
   }
 
  private:
-  Process& processOf(int member) { return all_[static_cast<size_t>(member)]; }
+  Process& processOf(int member) { return all_[member]; }
 
   GroupOptions optionsOf(Process& process, const std::string& name, int rank, int ranks) const {
     GroupOptions options = test::groupOptions(rank, ranks, kTimeout.count(), name);
@@ -274,8 +274,8 @@ class World {
   void start(int rank) {
     Process& process = processOf(rank);
     MeshOptions mesh;
-    mesh.host = " host " + std::to_string(script_.hostOf[static_cast<size_t>(rank)]);
-    mesh.transport = script_.transports[static_cast<size_t>(rank)];
+    mesh.host = " host " + std::to_string(script_.hostOf[rank]);
+    mesh.transport = script_.transports[rank];
     mesh.tap = process.network;
     process.engine = test::makeEngine(mesh);
     const GroupOptions options = optionsOf(process, "job", rank, script_.jobRanks);
@@ -290,7 +290,7 @@ class World {
 
   Status form(int rank, std::shared_ptr<Communicator>* group) {
     const auto isOdd = [&](Fault fault) { return rank == script_.odd && script_.fault == fault; };
-    Process& process = processOf(script_.members[static_cast<size_t>(rank)]);
+    Process& process = processOf(script_.members[rank]);
     GroupOptions options = optionsOf(process, "next", rank, script_.ranks());
     if (isOdd(Fault::kImpatient)) options.timeout = 300ms;
     std::vector<int> members = script_.members;
@@ -320,7 +320,7 @@ class World {
 
   Result play(int rank) {
     const auto isOdd = [&](Fault fault) { return rank == script_.odd && script_.fault == fault; };
-    Process& process = processOf(script_.members[static_cast<size_t>(rank)]);
+    Process& process = processOf(script_.members[rank]);
     Result result;
     const auto faultAt = began_ + script_.faultAt;
     if (isOdd(Fault::kLeaves) || isOdd(Fault::kLeavesAndCalls) || isOdd(Fault::kEnds)) {
@@ -331,7 +331,7 @@ class World {
       result.hasCalled = isOdd(Fault::kLeavesAndCalls);
       if (!result.hasCalled) return result;
     }
-    std::this_thread::sleep_until(began_ + script_.delays[static_cast<size_t>(rank)]);
+    std::this_thread::sleep_until(began_ + script_.delays[rank]);
     if (isOdd(Fault::kInterrupted)) process.interruptAt = faultAt.time_since_epoch().count();
     if (isOdd(Fault::kDies) || isOdd(Fault::kBreaks)) {
       process.network->plan(script_.write, isOdd(Fault::kDies));
@@ -411,7 +411,7 @@ void expectAll(unsigned seed) {
   bool isFormed = true, isMet = true, isBad = false;
   std::string text;
   for (int rank = 0; rank < script.ranks(); ++rank) {
-    const Result& result = results[static_cast<size_t>(rank)];
+    const Result& result = results[rank];
     if (!result.hasCalled) continue;
     isFormed &= result.formed.ok();
     isMet &= result.formed.ok() && result.met.ok();

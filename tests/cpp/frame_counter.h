@@ -31,6 +31,11 @@ class FrameCounter final : public mycoll::LinkTap {
     return count_;
   }
 
+  void reset() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    count_ = {};
+  }
+
   std::unique_ptr<mycoll::LinkSender> tap(std::unique_ptr<mycoll::LinkSender> link) override {
     std::lock_guard<std::mutex> lock(mutex_);
     count_.connections += 1;

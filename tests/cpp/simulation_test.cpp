@@ -407,7 +407,7 @@ struct Script {
   }
   // A number of moves that many networks reach.
   uint64_t moveFor(uint64_t most) const { return 1 + seed * 7 % (isOneHost ? most / 4 : most); }
-  const std::vector<int>& membersOf(int group) const { return groups[static_cast<size_t>(group)]; }
+  const std::vector<int>& membersOf(int group) const { return groups[group]; }
   // Returns the rank within a group, or -1 for a rank that is no member.
   int rankIn(int group, int rank) const {
     const std::vector<int>& members = membersOf(group);
@@ -661,23 +661,21 @@ std::vector<Results> runWorld(const Script& script, Networks& networks) {
     // The timeout is long, as other programs may use the processors.
     GroupOptions options = test::groupOptions(rank, script.ranks, 200'000);
     options.interrupted = [&isOut] {
-      return forming && std::any_of(forming->begin(), forming->end(), [&](int member) {
-               return isOut[static_cast<size_t>(member)].load();
-             });
+      return forming && std::any_of(forming->begin(), forming->end(),
+                                    [&](int member) { return isOut[member].load(); });
     };
     options.mostNotifiedDirectly = script.seed / 2 % 2 ? 1 : 64;
     std::shared_ptr<Communicator> group;
-    const Status met =
-        Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);
-    Results& mine = results[static_cast<size_t>(rank)];
+    const Status met = Communicator::create(options, store, engines[rank], &group);
+    Results& mine = results[rank];
     if (met.ok()) {
       mine = play(group, script);
     } else {
       mine[0].error = met;
-      isOut[static_cast<size_t>(rank)] = true;
+      isOut[rank] = true;
     }
     group.reset();
-    kept[static_cast<size_t>(rank)] = std::move(keptBlocks);
+    kept[rank] = std::move(keptBlocks);
     running.fetch_sub(1);
   });
   clock.join();
@@ -700,7 +698,7 @@ void expectAllSuccess(const Script& script) {
   Networks networks = networksOf(script);
   const std::vector<Results> results = runWorld(script, networks);
   for (int rank = 0; rank < script.ranks; ++rank) {
-    for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
+    for (const auto& [group, result] : results[rank]) {
       expectSuccess(result, script.seed, rank);
     }
   }
@@ -729,18 +727,17 @@ void expectFaultIsReported(const std::function<void(Network& network, const Scri
     Script script(seed);
     script.hasWindow |= hasAlwaysWindow;
     Networks networks = networksOf(script);
-    plan(*networks[static_cast<size_t>(script.oddRank)], script);
+    plan(*networks[script.oddRank], script);
     const std::vector<Results> results = runWorld(script, networks);
-    const bool isDead = networks[static_cast<size_t>(script.oddRank)]->isDead();
+    const bool isDead = networks[script.oddRank]->isDead();
     for (int rank = 0; rank < script.ranks; ++rank) {
-      for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
+      for (const auto& [group, result] : results[rank]) {
         const int odd = script.rankIn(group, script.oddRank);
         failed += !result.error.ok();
         const auto& members = script.membersOf(group);
         const bool isIncomplete =
-            group > 0 && std::any_of(members.begin(), members.end(), [&](int m) {
-              return !results[static_cast<size_t>(m)].contains(group);
-            });
+            group > 0 && std::any_of(members.begin(), members.end(),
+                                     [&](int m) { return !results[m].contains(group); });
         if (isIncomplete && result.error.code() == Code::kInterrupted) {
           expect(result.done == 0, seed, rank, "calls in a group that was not made");
         } else if (odd < 0) {
@@ -769,7 +766,7 @@ void expectEndingIsReported(Ending ending, Code code, const std::string& words) 
     const std::vector<Results> results = runWorld(script, networks);
     const std::string odd = nameOf(script.rankIn(script.oddGroup, script.oddRank));
     for (int rank = 0; rank < script.ranks; ++rank) {
-      for (const auto& [group, result] : results[static_cast<size_t>(rank)]) {
+      for (const auto& [group, result] : results[rank]) {
         if (group != script.oddGroup || (rank == script.oddRank && ending == Ending::kLeaving)) {
           expectSuccess(result, seed, rank);
           continue;

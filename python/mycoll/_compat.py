@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, c10d_logger, distributed_c10d
 
-from mycoll._groups import backend_of, members, once, rebind, replace, unwrapped
+from mycoll._groups import backend_of, members, once, replace, unwrapped
 from mycoll._native import native
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
@@ -51,9 +51,8 @@ def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
     """{"cpu": "mycoll", "cuda": "nccl"}; empty when this process is not in the group."""
     if distributed_c10d._rank_not_in_group(group):
         return {}
-    whole = members(group)
-    if whole not in distributed_c10d._world.pg_map:  # of mycoll.process_group
-        return {each.type: whole._get_backend(each).name() for each in whole._device_types}
+    if group is not None and group not in distributed_c10d._world.pg_map:  # mycoll.process_group's
+        return {each.type: group._get_backend(each).name() for each in group._device_types}
     config = dist.get_backend_config(group)
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
@@ -225,19 +224,19 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @once
 def guard_errors() -> None:
-    """Wraps what loses errors, once in a process; also for groups in gloo's place, and for those
-    that torch does not list."""
+    """Wraps what loses errors, once in a process; for all groups that mycoll makes."""
     replace("_coalescing_manager", _wrap_coalescing_manager)
-    original = c10d_logger._get_msg_dict
+    replace("_get_msg_dict", _wrap_get_msg_dict, c10d_logger)
 
-    @functools.wraps(original)
-    def get_msg_dict(name: str, *args: Any, **more: Any) -> dict[str, Any]:
+
+def _wrap_get_msg_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_msg_dict(name: str, *args: Any, **more: Any) -> Any:
         # torch logs an error with its group; what this raises takes the place of the error.
         with contextlib.suppress(ValueError):
             return original(name, *args, **more)
         return {"func_name": name}
 
-    rebind("_get_msg_dict", original, get_msg_dict)
+    return get_msg_dict
 
 
 class _OwnBlocks(threading.local):

@@ -68,12 +68,13 @@ def once(function: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps the function of torch.distributed with this name, if this torch has it."""
-    original = getattr(distributed_c10d, name, None)
-    if original is None:
-        return
-    rebind(name, original, functools.wraps(original)(wrap(original)))
+def replace(
+    name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], module: Any = None
+) -> None:
+    """Wraps the function of torch.distributed, or of this module, if this torch has it."""
+    original = getattr(module or distributed_c10d, name, None)
+    if original is not None:
+        rebind(name, original, functools.wraps(original)(wrap(original)))
 
 
 def rebind(name: str, original: Any, new: Any) -> None:

@@ -30,7 +30,7 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "meshes.h"
-#include "passing_sender.h"
+#include "passing_link.h"
 #include "test.h"
 #include "transport/connection.h"
 #include "transport/handshake.h"

@@ -453,3 +453,58 @@ TEST(Engine, emptyCallsAreCompared) {
     }
   }
 }
+
+namespace {
+
+// A program of one thread on its own group: collectives and messages of any size, waited for or
+// polled. The ranks make the same calls; how they wait is their own choice.
+void driveGroup(Communicator& group, unsigned seed, int steps) {
+  std::mt19937 random(seed), own(seed * 77 + static_cast<unsigned>(group.rank()));
+  const int ranks = group.ranks(), rank = group.rank();
+  const auto await = [&](const OpPtr& op, bool isPolled) {
+    while (isPolled && !op->done()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+    }
+    const Status status = group.wait(op, Deadline::never());
+    if (!status.ok()) EXPECT_EQ("seed " + std::to_string(seed) + ": " + status.message(), "");
+  };
+  for (int step = 0; step < steps; ++step) {
+    const size_t count = random() % 4 == 0 ? random() % 200'000 : random() % 300;
+    const bool willWait = own() % 3 == 0, isPolled = !willWait && own() % 2 == 0;
+    std::vector<int32_t> in = input(rank, count), out(count);
+    if (random() % 3 == 0) {
+      const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
+      const auto tag = static_cast<uint64_t>(step);
+      const OpPtr sent = group.send({span(in), next, tag, DType::kInt32}, nullptr, false);
+      await(group.recv({span(out), previous, tag, DType::kInt32}, nullptr, willWait), isPolled);
+      await(sent, isPolled);
+      expectInput(out, previous);
+    } else {
+      Call c = call(OpKind::kAllReduce);
+      c.in = {span(in)};
+      c.out = {span(out)};
+      await(group.submit(c, nullptr, willWait), isPolled);
+      expectSums(out, ranks);
+    }
+  }
+}
+
+}  // namespace
+
+// Each thread of a rank has a group of its own, and all of them share one mesh and one sleeper.
+TEST(Engine, threadsWithGroupsOfTheirOwn) {
+  const unsigned seed = std::random_device()();
+  for (Links links : kAllLinks) {
+    runWorld(3, links, [&](Communicator& parent) {
+      constexpr int kGroups = 3;
+      std::vector<std::shared_ptr<Communicator>> groups;
+      for (int i = 0; i < kGroups; ++i) {
+        groups.push_back(Communicator::derive(parent, " " + std::to_string(i), false));
+      }
+      Threads(kGroups,
+              [&](int i) { driveGroup(*groups[i], seed + static_cast<unsigned>(i), 100); });
+      ASSERT_OK(run(parent, call(OpKind::kBarrier)));
+      for (const auto& group : groups) group->close(Deadline::after(std::chrono::seconds(2)));
+    });
+  }
+}

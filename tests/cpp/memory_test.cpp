@@ -211,7 +211,9 @@ TEST(Memory, everyAllocationOfAFailureMayFail) {
           [&](Communicator& group) {
             std::vector<int32_t> values = input(group.rank(), kSmall);
             Call differing = call(group.rank() == 0 ? OpKind::kAllReduce : OpKind::kBroadcast);
-            differing.in = differing.out = {span(values)};
+            differing.out = {span(values)};
+            if (differing.kind == OpKind::kAllReduce) differing.in = differing.out;
+            if (differing.kind == OpKind::kBroadcast) differing.root = 0;
             OpPtr op = group.submit(std::move(differing), nullptr, false);
             lacksMemory = group.rank() == 0;
             if (lacksMemory) failing = number;

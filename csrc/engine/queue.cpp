@@ -133,7 +133,8 @@ bool Queue::step(CollectiveOp& op, int spins, std::optional<Status>* outcome) {
 
 bool Queue::run(int spins) {
   bool moved = false;
-  for (int steps = 0; steps < kMostSteps; ++steps) {
+  int steps = 0;
+  for (;;) {
     std::shared_ptr<CollectiveOp> ended;
     std::optional<Status> outcome;
     bool isLast = false;
@@ -145,7 +146,10 @@ bool Queue::run(int spins) {
       if (!op) return moved;
       if (!step(*op, spins, &outcome)) return moved;
       moved = true;
-      if (!outcome) continue;
+      if (!outcome) {
+        if (++steps == kMostSteps) return true;
+        continue;
+      }
       if (!outcome->ok()) outcome = diagnosis_.inContext(group_.membership.error(), *op);
       MutexLock lock(queueMutex_);
       last_ = Finished{op->kind(), op->sequence(), op->submitted};
@@ -162,9 +166,7 @@ bool Queue::run(int spins) {
     }
     group_.engine->mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
-    steps = 0;
   }
-  return moved;
 }
 
 // ---- waiting -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <latch>
 #include <memory>
 #include <numeric>
@@ -560,17 +561,19 @@ TEST(Formation, aRankTwiceIsReportedWhenTheFirstIsSlow) {
   for (const int twice : {0, 1}) {
     const auto store = std::make_shared<MemoryStore>();
     std::vector<Status> found(3);
+    std::promise<std::string> nonce;  // of the first
+    const std::shared_future<std::string> first = nonce.get_future().share();
     Threads(3, [&](int index) {
       GroupOptions options = optionsOf(index == 2 ? twice : index, 3);
       if (index != twice) {
-        (void)waitForHandle(*store, twice);
+        const Handle handle = waitForHandle(*store, twice);
+        if (index == 2) nonce.set_value(handle.nonce);
         found[index] = formAs(options, store);
         return;
       }
-      options.interrupted = [&, first = std::string()]() mutable {
-        const std::string now = handleIn(*store, twice).nonce;
-        if (first.empty()) first = now;
-        if (!first.empty()) waitUntil([&] { return handleIn(*store, twice).nonce != first; });
+      options.interrupted = [&] {
+        if (handleIn(*store, twice).nonce.empty()) return false;
+        waitUntil([&] { return handleIn(*store, twice).nonce != first.get(); });
         return false;
       };
       found[index] = formAs(options, store);

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,25 +323,44 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
     }
     for each in calls.values():
         each()
-    repeats = arguments.repeats if bytes_each >= 2**20 else 20 * arguments.repeats
+
+    def timed(each: Any, repeats: int) -> tuple[float, float, float]:
+        """Of a call: seconds on the slowest rank, processor seconds of all ranks, and bytes that
+        the host with the most traffic sent."""
+        dist.barrier()
+        before, worked, sent = time.perf_counter(), time.process_time(), sent_bytes()
+        for _ in range(repeats):
+            each()
+        seconds = torch.tensor([(time.perf_counter() - before) / repeats])
+        work = torch.tensor([(time.process_time() - worked) / repeats])
+        load = torch.tensor([(sent_bytes() - sent) / repeats])
+        dist.all_reduce(work)
+        for value in (seconds, load):
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(seconds), float(work), float(load)
+
+    def repeats_of(time_of: Any) -> int:
+        """The calls of a round. In a shorter one, the ranks' wake-ups would count more."""
+        repeats = 1
+        while time_of(repeats) * repeats * 2 < arguments.seconds and repeats < 10_000:
+            repeats *= 2
+        return repeats
+
+    repeats = {
+        name: repeats_of(lambda n, each=each: timed(each, n)[0]) for name, each in calls.items()
+    }
+    for name, peer in peers.items():
+        if peer:  # on rank 0; the other ranks wait for it
+            repeats[name] = repeats_of(partial(peer.run, operation, bytes_each // 4))
+        dist.barrier()
     for _ in range(arguments.rounds):
         for name, each in calls.items():
-            dist.barrier()
-            before, worked, sent = time.perf_counter(), time.process_time(), sent_bytes()
-            for _ in range(repeats):
-                each()
-            seconds = torch.tensor([(time.perf_counter() - before) / repeats])
-            work = torch.tensor([(time.process_time() - worked) / repeats])
-            dist.all_reduce(work)
-            processor[name].append(float(work))
-            load = torch.tensor([(sent_bytes() - sent) / repeats])
-            for each_value in (seconds, load):
-                dist.all_reduce(each_value, dist.ReduceOp.MAX)
-            times[name].append(float(seconds))
-            traffic[name] = float(load)
+            seconds, work, traffic[name] = timed(each, repeats[name])
+            times[name].append(seconds)
+            processor[name].append(work)
         for name, peer in peers.items():
-            if peer:  # on rank 0; the other ranks wait for it
-                times[name].append(peer.run(operation, bytes_each // 4, repeats))
+            if peer:
+                times[name].append(peer.run(operation, bytes_each // 4, repeats[name]))
             dist.barrier()
     return {
         "operation": operation, "bytes": bytes_each, "times": times, "processor": processor,
@@ -405,8 +425,8 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
 LARGE = ["--sizes", "64M", "--operations", "all_reduce,reduce_scatter,all_gather,broadcast,reduce"]
 # Each table of a results page.
 TABLES = (
-    ["--ranks", "2,2", "--iperf", "--repeats", "10"],
-    ["--ranks", "2,2,2,2", "--sizes", "4", "--repeats", "10", "--operations", "all_reduce,barrier"],
+    ["--ranks", "2,2", "--iperf"],
+    ["--ranks", "2,2,2,2", "--sizes", "4", "--operations", "all_reduce,barrier"],
     *(["--ranks", ranks, "--rate", "1gbit"] for ranks in ("2,2", "4,4", "2,2,2,2", "4,4,4,4")),
     ["--ranks", "3,5", "--rate", "1gbit", *LARGE],
     ["--ranks", "1,1", "--rate", "1gbit", "--delay", "25ms", "--iperf", "--sizes", "1M,64M,256M",
@@ -426,7 +446,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="4,64K,1M,16M,64M", help="of the tensor of each rank")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="these, or send")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=1, help="calls in a round")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of each backend's calls, about")
     parser.add_argument("--mpi", action="store_true", help="also measure Open MPI")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--network", default="", help=argparse.SUPPRESS)

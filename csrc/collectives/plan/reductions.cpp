@@ -282,7 +282,8 @@ class ReducePlanner final : public GatherPlanner {
     return node.ranks() > 1 && job_.wideBytes > job_.elementBytes;
   }
 
-  // Folds inputs to the wanted nodes. An input that is such a node already stays as it is.
+  // Folds inputs to the wanted nodes. An input that is such a node already stays as it is. A single
+  // node of an all_reduce can wait where its result will be, which saves scratch memory.
   void foldNodes(int phase, const std::vector<Node>& wanted, Held& held) {
     std::vector<FoldInput> nodes;
     for (const Node& node : wanted) {
@@ -294,7 +295,8 @@ class ReducePlanner final : public GatherPlanner {
         nodes.push_back(inputs[0]);
         continue;
       }
-      const Place at = scratch(held.count * job_.wideBytes);
+      const bool isInPlace = job_.kind == OpKind::kAllReduce && wanted.size() == 1 && !isWide(node);
+      const Place at = isInPlace ? held.slot.result : scratch(held.count * job_.wideBytes);
       nodes.push_back({node, at, isWide(node)});
       fold(phase, at, false, held.count, std::move(inputs));
     }

@@ -226,7 +226,8 @@ ScratchPool::Memory ScratchPool::take(size_t bytes) {
   if (bytes == 0) return {};
   {
     const MutexLock lock(mutex_);
-    for (Block& block : free_) {
+    for (size_t i = free_.size(); i-- > 0;) {
+      Block& block = free_[i];
       if (block.bytes < bytes) continue;
       std::swap(block, free_.back());
       Block taken = std::move(free_.back());

@@ -356,21 +356,20 @@ Status Forming::isOfNow(const Handle& last, bool* result) {
 }
 
 Status Forming::isCurrent(const Handle& handle, bool* result) {
-  *result = false;
-  if (isDead(handle.address)) return Status();
-  if (!engine_.mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
-    *result = true;  // it cannot be asked
-    return Status();
-  }
+  const PeerAddress& address = handle.address;
+  *result = !isDead(address);
+  const bool canBeAsked = engine_.mesh()->isLocal(address) || !address.tcp.empty();
+  if (!*result || !canBeAsked) return Status();
   std::unique_ptr<Invitation> probe;
-  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_.mesh(), {handle.address, handle.nonce},
-                                          {InvitationMessage::Content::kProbe, ""}, {}, &probe));
-  for (const Deadline end = Deadline::after(kProbe); !end.expired();) {
-    if (probe->hasFailed()) return Status();
+  const auto refused = [this] { wakeup_.notify(); };
+  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_.mesh(), {address, handle.nonce},
+                                          {InvitationMessage::Content::kProbe, ""}, refused,
+                                          &probe));
+  for (const Deadline end = Deadline::after(kProbe); !probe->hasFailed() && !end.expired();) {
     if (isInterrupted()) return interrupted();
     pause(kTick);
   }
-  *result = true;
+  *result = !probe->hasFailed();
   return Status();
 }
 

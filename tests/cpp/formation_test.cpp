@@ -471,6 +471,19 @@ TEST(Formation, aStaleHandleIsIgnored) {
   for (const Status& status : found) EXPECT_OK(status);
 }
 
+// The process that the handle names has answered, but this rank was stopped meanwhile.
+TEST(Formation, aStaleHandleIsIgnoredIfItsAnswerIsReadLate) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet predecessor(0, 5, store);
+  predecessor.publish();
+  GroupOptions options = optionsOf(1, 3, 1500);
+  options.interrupted = [] {
+    std::this_thread::sleep_for(milliseconds(600));
+    return false;
+  };
+  EXPECT_EQ(formAs(options, store).code(), Code::kTimeout);
+}
+
 TEST(Formation, theMissingAreNamed) {
   const std::vector<Status> found = formAll(4, std::make_shared<MemoryStore>(), 2, 3000);
   for (const int rank : {0, 1, 3}) {

@@ -52,6 +52,24 @@ def test_a_rank_that_dies_before_its_first_call(stage, dies_after, others_call_a
             assert "rank 1 (" in seen.text and "ended before its first call" in seen.text, seen.text
 
 
+def dies_after_it_received(ctx: Ctx) -> Seen:
+    x = torch.ones(4)
+    if ctx.rank == 1:
+        dist.recv(x, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(x, 1)
+    return attempt(lambda: dist.recv(x, 1))
+
+
+def test_a_rank_that_dies_when_it_has_only_received(stage):
+    """It has made a call, although nothing of it came here."""
+    with stage.world(2) as world:
+        world.start(dies_after_it_received)
+        (seen,) = answers(world, (1,)).values()
+        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+        assert "rank 1 (" in seen.text and "or before it sent this rank any data" in seen.text
+
+
 def leaves(ctx: Ctx) -> Seen | None:
     x = torch.ones(10)
     dist.all_reduce(x)

@@ -275,7 +275,8 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
         Code::kPeerLost,
         std::string(isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
             mailbox_.describeRank(rank) + " " +
-            (wasThere ? loss.describe(isUnclear) : "ended before its first call with this rank") +
+            (wasThere ? loss.describe(isUnclear)
+                      : "ended before its first call, or before it sent this rank any data") +
             " (seen by rank " + std::to_string(group.rank) +
             ").\n  The group is dead; see that rank's log. To continue: destroy the "
             "group and make a new one, or restart the job (torchrun --max-restarts).",

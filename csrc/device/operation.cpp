@@ -74,6 +74,7 @@ void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, Op
   if (state_ != State::kQueued) return;
   communicator_ = std::move(communicator);
   engineOp_ = std::move(op);
+  changed_.notify_all();  // a thread that waits runs it
 }
 
 Status DeviceOperation::waitEnqueued(Deadline deadline) {

@@ -179,7 +179,25 @@ def outputs(n: int) -> dict[str, Mistake]:
     return found
 
 
-KINDS = (ranks, lists, shapes, dtypes, devices, meaningless, outputs)
+def freed(n: int) -> dict[str, Mistake]:
+    """Tensors whose storage is too small: FSDP frees parameters in this way."""
+    x, strided = f32(1000), f32(1000, 2)[:, 1]
+    x.untyped_storage().resize_(0)
+    strided.untyped_storage().resize_(4000)
+    rows, texts = [f32(1000) for _ in range(n)], ("0 of the 4000 bytes",)
+    return {
+        "all_reduce": (lambda: dist.all_reduce(x), texts),
+        "broadcast": (lambda: dist.broadcast(x, 0), texts),
+        "all_gather": (lambda: dist.all_gather(rows, x), texts),
+        "reduce_scatter": (lambda: dist.reduce_scatter(x, rows), texts),
+        "all_to_all": (lambda: dist.all_to_all([x] * n, rows), texts),
+        "all_reduce_coalesced": (lambda: dist.all_reduce_coalesced([f32(3), x]), texts),
+        "isend": (lambda: dist.isend(x, 1), texts),
+        "strided": (lambda: dist.all_reduce(strided), ("4000 of the 8000 bytes",)),
+    }
+
+
+KINDS = (ranks, lists, shapes, dtypes, devices, meaningless, outputs, freed)
 
 
 def mistakes(ctx: Ctx, kind: str) -> None:

@@ -161,6 +161,15 @@ bool isLazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_neg
 
 }  // namespace
 
+size_t storageBytes(const at::Tensor& tensor) {
+  if (!tensor.is_contiguous()) [[unlikely]] {
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                            static_cast<size_t>(tensor.storage_offset()));
+  }
+  if (tensor.numel() == 0) return 0;
+  return static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
+}
+
 at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type) {
   return at::Tensor(at::detail::empty_cpu(shape, type, /*pin_memory=*/false));
 }

@@ -17,6 +17,9 @@ inline bool isPlain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+// The size that the tensor's storage must have for its elements.
+size_t storageBytes(const at::Tensor& tensor);
+
 // A plain CPU tensor, not initialised.
 at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type);
 

@@ -36,6 +36,12 @@ void refuseTensor(const CallerInfo& caller, const Argument& argument, const at::
     refuse(caller, name, " must not be quantized, but it is ", c10::toString(tensor.scalar_type()),
            "; pass its int_repr(), and its scale and zero point beside it");
   }
+  if (tensor.layout() == at::kStrided) {
+    refuse(caller, name + " must have memory, but its storage has ", tensor.storage().nbytes(),
+           " of the ", storageBytes(tensor),
+           " bytes that its shape needs: the storage was freed or resized, as FSDP does with "
+           "parameters that are not in use");
+  }
   const std::string where = argument.index < 0 ? "" : c10::str(" at index ", argument.index);
   refuse(caller, "invalid tensor layout", where, ": ", name,
          " must be a dense tensor, but has the unsupported layout ", tensor.layout());

@@ -40,10 +40,12 @@ template <typename... Parts>
   refuseCall(caller, c10::str(what...));
 }
 
-// Whether this is a defined, dense tensor with memory of its own, on the CPU or a device.
+// Whether this is a defined, dense tensor with memory of its own, on the CPU or a device. The
+// storage may be smaller than the shape needs: FSDP frees parameters by resizing it to 0.
 inline bool isUsable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
-         !tensor.is_nested() && !tensor.is_quantized();
+         !tensor.is_nested() && !tensor.is_quantized() &&
+         tensor.storage().nbytes() >= storageBytes(tensor);
 }
 [[noreturn]] void refuseTensor(const CallerInfo& caller, const Argument& argument,
                                const at::Tensor& tensor);

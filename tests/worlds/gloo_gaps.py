@@ -51,6 +51,7 @@ GAPS: tuple[Gap, ...] = (
     ),
     # --- errors
     Gap("errors/ranks/*", "SIGSEGV"),
+    Gap("errors/freed/*", "SIGSEGV, or `Bad address` and broken connections"),
     Gap("errors/outputs/*", "writes to memory that several elements share"),
     *(
         Gap(f"errors/{kind}/*", "not checked, or after a sequence number is used up: hangs")

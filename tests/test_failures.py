@@ -87,6 +87,23 @@ def test_a_rank_that_leaves_is_not_waited_for(reused, transport, mycoll_only):
         assert "rank 1 (" in seen.text and "left" in seen.text, seen.text
 
 
+def calls_too_late(ctx: Ctx) -> Seen | None:
+    x = torch.ones(900_000)
+    seen = None
+    if ctx.rank != 1:
+        seen = attempt(lambda: dist.all_to_all_single(torch.empty_like(x), x))
+    is_last(ctx, 1)
+    return seen
+
+
+def test_a_late_rank_is_named_once(reused, transport, mycoll_only):
+    """Also if several messages to and from it are open."""
+    first, _, last = reused(3, transport).run_in_group(calls_too_late, timeout=2.0)
+    for seen in (first, last):
+        assert seen.kind == "DistBackendError" and "timed out after" in seen.text, seen
+        assert seen.text.count("rank 1 (") == 1, seen.text
+
+
 def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
     x = torch.ones(10)
     dist.all_reduce(x)

@@ -2,6 +2,7 @@
 // Thread contract: as Task; a Batch lives in the frame of one.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <utility>
@@ -57,7 +58,9 @@ class Batch final : public Condition {
   std::vector<int> missing() const override {
     std::vector<int> result;
     for (const Entry& entry : entries_) {
-      if (!entry.transfer.isDone()) result.push_back(entry.rank);
+      if (entry.transfer.isDone()) continue;
+      // Several messages to and from one rank may be open.
+      if (std::ranges::find(result, entry.rank) == result.end()) result.push_back(entry.rank);
     }
     return result;
   }

@@ -62,6 +62,20 @@ def test_new_group_with_local_synchronization(world):
     world.run(local_synchronization)
 
 
+def different_numbers_of_groups(ctx: Ctx) -> None:
+    """torch names such a group after the number of groups that the rank is in."""
+    if ctx.rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    if ctx.rank != 1:
+        with ctx.raises(dist.DistBackendError, "made the same groups in the same order"):
+            dist.new_group([0, 2], timeout=timedelta(seconds=2), use_local_synchronization=True)
+    dist.barrier()
+
+
+def test_local_synchronization_after_other_groups(reused, transport, mycoll_only):
+    reused(3, transport).run_in_group(different_numbers_of_groups)
+
+
 def options_of_new_group(ctx: Ctx) -> None:
     group = dist.new_group(timeout=timedelta(seconds=33), group_desc="mine")
     ctx.equal(group.group_desc, "mine")

@@ -472,7 +472,8 @@ Status Forming::tooLate(int rank, const std::string& milliseconds,
                "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
                    " waited for the other ranks of " + std::to_string(options_.ranks) +
                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
-                   (store_ ? ". Were they all started, with the same world size and the same store?"
+                   (store_ ? ". Were they all started, with the same world size and the same "
+                             "store, and have they all made the same groups in the same order?"
                            : ". Have they all called it, with the same ranks?") +
                    unclear);
 }

@@ -107,6 +107,19 @@ def test_locks_can_be_checked_by_clang() -> None:
     }
 
 
+@pytest.mark.quick
+def test_children_of_a_fork_have_locks_of_their_own() -> None:
+    """A static with a lock is made by perProcess() (base/os.h): another thread may hold the lock
+    while this one forks. SharedHeap's is held during a fork."""
+    lock = r"(std::mutex|Mutex) \w+;"
+    for path in CSRC.rglob("*.cpp"):
+        source = path.read_text()
+        assert not re.search(rf"static {lock}|static \w+\* const \w+ = new Mutex\b", source), path
+        for name in re.findall(r"static (\w+)\* const \w+ = new \1;", source):
+            body = re.search(rf"^( *)(class|struct) {name}\b.*?^\1\}};", source, re.M | re.S)
+            assert not body or not re.search(lock, body[0]), f"{path}: {name}"
+
+
 def test_files() -> None:
     for header in CSRC.rglob("*.h"):
         text = header.read_text()

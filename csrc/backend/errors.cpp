@@ -15,6 +15,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/os.h"
 
 namespace mycoll {
 namespace {
@@ -29,10 +30,7 @@ thread_local int quietScopes = 0;  // alive on this thread
 // The failures of groups that were thrown in Python's main thread within kSpreading. [any thread]
 class RaisedFailures {
  public:
-  static RaisedFailures& get() {
-    static RaisedFailures* const kProcess = new RaisedFailures;
-    return *kProcess;
-  }
+  static RaisedFailures& get() { return perProcess<RaisedFailures>(); }
   void add(const Status& status) {
     const MutexLock lock(mutex_);
     forget();

@@ -14,6 +14,7 @@
 #include "backend/errors.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
+#include "base/os.h"
 #include "kernels/reduce.h"
 
 namespace mycoll {
@@ -30,16 +31,12 @@ constexpr char kNotElastic[] = "the group was not made with enable_reconfigure=T
 // The time that rank 0 needs to close its store after it has left. See outstaysStore_.
 constexpr std::chrono::milliseconds kStoreGrace(30);
 
-// All existing groups, for closeAll(). Never destroyed: a group may be destroyed during static
-// destruction.
+// All existing groups of this process, for closeAll().
 struct Registry {
   Mutex mutex;
   std::unordered_set<MycollBackend*> groups GUARDED_BY(mutex);
 };
-Registry& registry() {
-  static Registry* const kRegistry = new Registry;
-  return *kRegistry;
-}
+Registry& registry() { return perProcess<Registry>(); }
 
 std::string& whyNone() {
   static std::string* const kWhy =
@@ -153,7 +150,6 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   {
     MutexLock lock(registry().mutex);
     for (MycollBackend* group : registry().groups) {
-      if (group->isForked()) continue;
       Generation now = group->generations_.current();
       if (now.communicator) open.push_back(std::move(now.communicator));
       orders.push_back(group->callbacks_);

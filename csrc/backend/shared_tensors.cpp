@@ -7,12 +7,17 @@
 #include <atomic>
 
 #include "base/mutex.h"
+#include "base/os.h"
 #include "transport/shm/shared_heap.h"
 
 namespace mycoll {
 namespace {
 
 thread_local int depth = 0;
+
+struct Opening {
+  Mutex mutex;
+};
 
 class SharedAllocator final : public c10::Allocator {
  public:
@@ -34,7 +39,7 @@ class SharedAllocator final : public c10::Allocator {
   }
 
   void open() {
-    const MutexLock lock(mutex_);
+    const MutexLock lock(perProcess<Opening>().mutex);
     c10::Allocator* const current = c10::GetCPUAllocator();
     if (current != this && !asksThis(current)) {
       former_ = current;
@@ -65,7 +70,6 @@ class SharedAllocator final : public c10::Allocator {
   static void release(void* block) { SharedHeap::process().free(block); }
   static void releaseAny(void* block);
 
-  Mutex mutex_;
   // Set before this allocator is installed.
   std::atomic<c10::Allocator*> former_{c10::GetDefaultCPUAllocator()};
 };

@@ -11,6 +11,7 @@
 #include "backend/errors.h"
 #include "backend/layout.h"
 #include "backend/validation.h"
+#include "base/os.h"
 
 namespace mycoll {
 namespace {
@@ -21,17 +22,19 @@ class FixedStorage {
   explicit FixedStorage(const at::Tensor& tensor)
       : storage_(tensor.storage().unsafeGetStorageImpl()) {
     kept_.add(tensor);
-    MutexLock lock(mutex());
-    Fixed& fixed = all()[storage_];
+    All& all = perProcess<All>();
+    const MutexLock lock(all.mutex);
+    Fixed& fixed = all.fixed[storage_];
     if (fixed.holders++ == 0) fixed.wasResizable = storage_->resizable();
     storage_->set_resizable(false);
   }
   ~FixedStorage() {
-    MutexLock lock(mutex());
-    const auto found = all().find(storage_);
-    if (--found->second.holders > 0) return;
+    All& all = perProcess<All>();
+    const MutexLock lock(all.mutex);
+    const auto found = all.fixed.find(storage_);
+    if (found == all.fixed.end() || --found->second.holders > 0) return;  // none in a forked child
     storage_->set_resizable(found->second.wasResizable);
-    all().erase(found);
+    all.fixed.erase(found);
   }
   FixedStorage(const FixedStorage&) = delete;
   FixedStorage& operator=(const FixedStorage&) = delete;
@@ -41,16 +44,10 @@ class FixedStorage {
     int holders = 0;
     bool wasResizable = true;
   };
-  using All = std::map<c10::StorageImpl*, Fixed>;
-  // Never destroyed: windows may be static.
-  static Mutex& mutex() {
-    static Mutex* const kMutex = new Mutex;
-    return *kMutex;
-  }
-  static All& all() {
-    static All* const kAll = new All;
-    return *kAll;
-  }
+  struct All {
+    Mutex mutex;
+    std::map<c10::StorageImpl*, Fixed> fixed GUARDED_BY(mutex);
+  };
 
   Kept kept_;
   c10::StorageImpl* const storage_;

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <new>
 
 namespace mycoll {
@@ -32,7 +33,6 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// Separate from the guard of a static, which another thread may hold while this one forks.
 template <typename T>
 inline std::atomic<T*> processInstance{nullptr};
 
@@ -41,16 +41,18 @@ inline std::atomic<T*> processInstance{nullptr};
 // parent's refers to threads that the child does not have, and may be locked.
 //
 // [any thread]. The child's T is made before fork() returns, when only the forking thread exists:
-// T's constructor must take no lock and must not use another T.
+// T's constructor must take no lock and must not use another T. Two threads may each make a T at
+// first use, and one of them discards its own: a child would wait forever for the guard of a static
+// that another thread was making.
 template <typename T>
 T& perProcess() {
-  if (T* const made = processInstance<T>.load(std::memory_order_acquire)) return *made;
-  static T* const value = [] {
-    processInstance<T>.store(new T, std::memory_order_release);
-    pthread_atfork(nullptr, nullptr, [] { new (processInstance<T>.load()) T; });
-    return processInstance<T>.load();
-  }();
-  return *value;
+  T* made = processInstance<T>.load(std::memory_order_acquire);
+  if (made) return *made;
+  auto own = std::make_unique<T>();
+  pthread_atfork(nullptr, nullptr, [] {
+    if (T* const parents = processInstance<T>.load()) new (parents) T;
+  });
+  return processInstance<T>.compare_exchange_strong(made, own.get()) ? *own.release() : *made;
 }
 
 }  // namespace mycoll

@@ -10,6 +10,7 @@
 #include "backend/errors.h"
 #include "base/bytes.h"
 #include "base/env.h"
+#include "base/os.h"
 #include "base/text.h"
 #include "base/topology.h"
 #include "device/channels.h"
@@ -53,10 +54,10 @@ void warnOfHostPath(const std::string& reason) {
     Mutex mutex;
     std::set<std::string> reasons GUARDED_BY(mutex);
   };
-  static Warned* const kWarned = new Warned;
   {
-    const MutexLock lock(kWarned->mutex);
-    if (reason.empty() || !kWarned->reasons.insert(reason).second) return;
+    Warned& warned = perProcess<Warned>();
+    const MutexLock lock(warned.mutex);
+    if (reason.empty() || !warned.reasons.insert(reason).second) return;
   }
   TORCH_WARN("mycoll carries device tensors through host memory: ", reason,
              ". MYCOLL_CUDA=nccl makes this an error.");

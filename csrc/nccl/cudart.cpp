@@ -3,9 +3,8 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <memory>
 #include <type_traits>
-
-#include "base/mutex.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -41,18 +40,16 @@ Cudart Cudart::find() {
   return found;
 }
 
+// Takes no lock: threads that search at the same time find the same. What is found is never freed,
+// as threads use it until the process ends.
 const Cudart& Cudart::get() {
   static const Cudart kNone;
   static std::atomic<const Cudart*> known{nullptr};
-  if (const Cudart* found = known.load(std::memory_order_acquire)) return *found;
-  static Mutex mutex;
-  MutexLock lock(mutex);
-  if (const Cudart* found = known.load(std::memory_order_acquire)) return *found;
-  const Cudart found = find();
-  if (!found.isThere()) return kNone;
-  const auto* const kept = new Cudart(found);  // never freed: threads use it until the process ends
-  known.store(kept, std::memory_order_release);
-  return *kept;
+  const Cudart* first = known.load(std::memory_order_acquire);
+  if (first) return *first;
+  auto found = std::make_unique<const Cudart>(find());
+  if (!found->isThere()) return kNone;
+  return known.compare_exchange_strong(first, found.get()) ? *found.release() : *first;
 }
 
 // Clears an error that we handle, which torch would otherwise find after its next kernel.

@@ -9,6 +9,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/os.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -17,6 +18,11 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 // Never freed: a Library lives as long as the process, including static destruction.
 std::atomic<const Library*> theLibrary{nullptr};
+
+// One thread searches, the others wait for its result.
+struct Search {
+  Mutex mutex;
+};
 
 // The file that holds the function; empty when the linker does not know.
 std::string fileOf(void* function) {
@@ -129,8 +135,7 @@ const Library* Library::loaded() { return theLibrary.load(std::memory_order_acqu
 Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
-  static Mutex mutex;  // one thread searches, the others wait for its result
-  MutexLock lock(mutex);
+  const MutexLock lock(perProcess<Search>().mutex);
   *library = loaded();
   if (*library != nullptr) return {};
 

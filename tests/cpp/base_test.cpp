@@ -26,6 +26,7 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/os.h"
 #include "base/status.h"
 #include "base/task.h"
 #include "base/text.h"
@@ -66,6 +67,15 @@ bool endsInChild(const std::function<void()>& body) {
   ::waitpid(child, &status, 0);
   return false;
 }
+
+// Made once in a process.
+struct Slow {
+  static inline thread_local const std::function<void()>* onMaking = nullptr;
+  Slow() {
+    if (onMaking) (*onMaking)();
+  }
+  int value = 0;
+};
 
 Status failsInside() {
   MYCOLL_RETURN_IF_ERROR(Status());
@@ -311,6 +321,29 @@ TEST(Base, childrenReadTheEnvironment) {
   EXPECT(endsInChild([] { Env::readAgainForTest(); }));
   isOver = true;
   reader.join();
+}
+
+// A thread forks while another one makes an object of the process.
+TEST(Base, childrenMakeObjectsOfTheProcess) {
+  std::atomic<bool> isMaking{false}, isOver{false};
+  std::thread maker([&] {
+    const std::function<void()> waits = [&] {
+      isMaking = true;
+      while (!isOver) ::usleep(1000);
+    };
+    Slow::onMaking = &waits;
+    perProcess<Slow>().value += 2;
+    Slow::onMaking = nullptr;
+  });
+  while (!isMaking) ::usleep(1000);
+  EXPECT(endsInChild([] { (void)perProcess<Slow>(); }));
+  perProcess<Slow>().value += 1;  // the other thread discards its own
+  isOver = true;
+  maker.join();
+  EXPECT_EQ(perProcess<Slow>().value, 3);
+  EXPECT(endsInChild([] {
+    if (perProcess<Slow>().value != 0) ::abort();
+  }));
 }
 
 TEST(Base, childrenLog) {

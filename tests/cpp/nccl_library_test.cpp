@@ -1,9 +1,13 @@
 // The loader of NCCL. A process loads NCCL once, so each case runs in a process of its own.
 #include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "base/env.h"
 #include "nccl/cudart.h"
@@ -104,6 +108,33 @@ TEST(NcclLibrary, canBeMissingAndBeFoundLater) {
     if (!wrong.empty()) return wrong;
     ask(kFull);
     return found("", kFull);
+  });
+}
+
+// A thread forks while another one searches. The child can search.
+TEST(NcclLibrary, isFoundByChildren) {
+  inChild([] {
+    ask("/nowhere/libnccl.so.2");
+    std::atomic<bool> isOver{false};
+    std::thread searcher([&] {
+      const Library* library = nullptr;
+      while (!isOver) (void)Library::get("", &library);
+    });
+    std::string wrong;
+    for (int i = 0; i < 100 && wrong.empty(); ++i) {
+      const pid_t child = fork();
+      if (child == 0) {
+        alarm(5);
+        const Library* library = nullptr;
+        _exit(Library::get("", &library).code() == Code::kUnsupported ? 0 : 1);
+      }
+      int status = -1;
+      waitpid(child, &status, 0);
+      if (status != 0) wrong = "a child has ended with " + std::to_string(status);
+    }
+    isOver = true;
+    searcher.join();
+    return wrong;
   });
 }
 

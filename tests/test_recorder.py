@@ -293,6 +293,40 @@ def test_call_sites_in_odd_places(tmp_path, folder) -> None:
         assert [each.site for each in calls] == sites
 
 
+TWO_THREADS = """
+import builtins, threading
+import torch, torch.distributed as dist
+dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+groups = [dist.new_group([0]) for _ in range(2)]
+plain, both = builtins.__import__, threading.Barrier(2, timeout=0.5)
+def imports(name, *args, **options):
+    if name == "torch":
+        try:
+            both.wait()
+        except threading.BrokenBarrierError:
+            pass
+    return plain(name, *args, **options)
+builtins.__import__ = imports
+threads = [
+    threading.Thread(target=dist.all_reduce, args=(torch.ones(3),), kwargs={"group": group})
+    for group in groups
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_two_threads_ask_for_the_first_call_site(tmp_path) -> None:
+    """Another library has replaced the function that imports by one in Python."""
+    program = tmp_path / "train.py"
+    program.write_text(TWO_THREADS)
+    run = warm.start(program, environment={**os.environ, "MYCOLL_CALL_SITES": "always"})
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 0, error
+
+
 def failing_often(ctx: Ctx, times: int) -> None:
     for number in range(times):
         ctx.init(f"attempt {number}")

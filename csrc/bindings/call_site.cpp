@@ -3,6 +3,7 @@
 #include <frameobject.h>
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -49,17 +50,19 @@ struct Known {
   const BlackBox* box = nullptr;  // whose numbers these are: a child of fork has another one
 };
 Known& known() {
-  static Known* const kKnown = [] {
-    auto* made = new Known;
-    for (const char* name : {"torch", "mycoll"}) {
-      const std::string file = toText(py::object(py::module_::import(name).attr("__file__")).ptr());
-      made->ownFolders.push_back(file.substr(0, file.rfind('/') + 1));
-    }
-    made->ownFolders.push_back(
-        toText(py::object(py::module_::import("contextlib").attr("__file__")).ptr()));
-    return made;
-  }();
-  return *kKnown;
+  static Known* kept = nullptr;
+  if (kept) return *kept;
+  auto made = std::make_unique<Known>();
+  for (const char* name : {"torch", "mycoll"}) {
+    const std::string file = toText(py::object(py::module_::import(name).attr("__file__")).ptr());
+    made->ownFolders.push_back(file.substr(0, file.rfind('/') + 1));
+  }
+  made->ownFolders.push_back(
+      toText(py::object(py::module_::import("contextlib").attr("__file__")).ptr()));
+  // An import may release the GIL, and another thread be first. That thread must not wait for the
+  // guard of a static, as it would keep the GIL.
+  if (!kept) kept = made.release();
+  return *kept;
 }
 
 bool isOwn(Known& all, PyCodeObject* code) {

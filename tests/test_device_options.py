@@ -710,6 +710,34 @@ def test_messages_of_ranks_that_do_not_fit(fresh_device_world, scripted):
         assert "MYCOLL_CUDA differs: it is host on rank 0 and auto on rank 1" in answer, answer
 
 
+def from_any_through_host_memory(ctx: Ctx) -> str:
+    """The receiver has chosen host memory, and names no rank. The sender waits for its answer."""
+    os.environ["MYCOLL_CUDA"] = ("host", "auto", "host")[ctx.rank]
+    ctx.init()
+    try:
+        if ctx.rank == 0:
+            for _ in range(2):
+                dist.recv(full(ctx, 0))
+        else:
+            if ctx.rank == 1:
+                dist.recv(torch.ones(1), 2)  # until rank 0 has received something
+            dist.send(full(ctx, 1), 0)
+            if ctx.rank == 2:
+                here(ctx).synchronize()
+                dist.send(torch.ones(1), 1)
+        here(ctx).synchronize()
+        dist.recv(torch.ones(1), (ctx.rank + 1) % 3)  # until the group fails
+    except ERRORS as error:
+        return str(error)
+    return ""
+
+
+def test_a_receiver_that_names_no_rank(fresh_device_world, scripted):
+    world = fresh_device_world(3, "nccl", init=False)
+    for answer in world.run(from_any_through_host_memory):
+        assert "MYCOLL_CUDA differs: it is host on rank 0 and auto on rank 1" in answer, answer
+
+
 def shared_gpu(ctx: Ctx) -> None:
     """Ranks that share a GPU use host memory, unless the program has configured NCCL for that."""
     os.environ["STANDIN_BUS_ID"] = "0000:3b:00.0"

@@ -195,8 +195,8 @@ DevicePath PathChoice::ownPath() const {
 DevicePath PathChoice::knownWith(int peer) const {
   // To itself, where NCCL's send would wait forever.
   if (peer == place_.rank) return DevicePath::kHost;
-  // No rank to agree with; NCCL's path refuses it.
-  if (peer == kAnySource) return ownPath() == DevicePath::kHost ? ownPath() : DevicePath::kNccl;
+  // NCCL's path refuses it.
+  if (peer == kAnySource && ownPath() != DevicePath::kHost) return DevicePath::kNccl;
   MutexLock lock(mutex_);
   const auto found = withPeers_.find(peer);
   return found == withPeers_.end() ? DevicePath::kUnknown : found->second;
@@ -205,7 +205,12 @@ DevicePath PathChoice::knownWith(int peer) const {
 DevicePath PathChoice::agreeWith(c10::Device device, int peer) {
   DevicePath path = knownWith(peer);
   if (path != DevicePath::kUnknown) return path;
-  path = exchangeWith(device, peer);
+  if (peer == kAnySource) {  // each of them may be the sender, which waits for this rank's proposal
+    path = DevicePath::kHost;
+    for (int rank = 0; rank < place_.ranks; ++rank) (void)agreeWith(device, rank);
+  } else {
+    path = exchangeWith(device, peer);
+  }
   MutexLock lock(mutex_);
   return withPeers_[peer] = path;
 }

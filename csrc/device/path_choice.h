@@ -33,7 +33,8 @@ class PathChoice {
 
   // The path of messages between this rank and another one; kUnknown: not decided yet.
   DevicePath knownWith(int peer) const;
-  // To be called on both ranks, by one thread at a time for each peer.
+  // To be called on both ranks, by one thread at a time for each peer. To receive from any rank,
+  // through host memory, it waits for none.
   DevicePath agreeWith(c10::Device device, int peer);
 
  private:

@@ -101,6 +101,27 @@ TEST(Arena, manyRanksFindRoom) {
   }
 }
 
+// A rank that never has to wait returns to its thread between rounds.
+TEST(Arena, roundsPause) {
+  runWorld(2, Links::kShm, [](Communicator& group) {
+    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    Task rounds = [](const Arena& arena) -> Task {
+      for (uint64_t round = 0; round < 3; ++round) {
+        RoundReached isReached(arena, arena.rank(), Counter::kDone, round);
+        co_await isReached;
+      }
+      co_return Status();
+    }(*group.arena());
+    rounds.resume();
+    for (int round = 0; round < 3; ++round) {
+      EXPECT(!rounds.finished());
+      EXPECT(rounds.waitingFor()->ready());
+      rounds.resume();
+    }
+    EXPECT(rounds.finished());
+  });
+}
+
 // The shape that another rank sends is checked.
 TEST(Arena, shapesAreChecked) {
   ArenaShape shape;

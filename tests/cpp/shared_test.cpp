@@ -18,6 +18,7 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -177,6 +178,8 @@ std::atomic<bool> endsOwner{false};
 std::atomic<bool> readsStranger{false};
 // Only the head of the other process can be read, not its data.
 std::atomic<bool> losesData{false};
+// Reads of others take a millisecond, and read nothing.
+std::atomic<bool> readsSlowly{false};
 // The process begins to read others when this one has ended.
 const PeerAddress* readsAfterEndOf = nullptr;
 std::atomic<int> readsOfOthers{0}, readsOfOwn{0};
@@ -191,6 +194,7 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long
   if (pid == getpid()) return ++readsOfOwn, read();
   ++readsOfOthers;
   if (endsAtRead) _exit(0);
+  if (readsSlowly) return usleep(1000), static_cast<ssize_t>(local->iov_len);
   const PeerAddress* const ends = readsAfterEndOf;
   const Deadline deadline = Deadline::after(std::chrono::seconds(20));
   while (ends && isLiving(lookAtProcess(ends->pid, ends->startTicks)) && !deadline.expired()) {
@@ -757,6 +761,30 @@ TEST(SingleCopy, memoryThatCannotBeReadIsStaged) {
     EXPECT_EQ(stagedBytes(*group.arena()) > 0, group.rank() == 1);
     out.expect([](size_t i) { return element(static_cast<int>(i / kCount), i % kCount); },
                "all_gather");
+  });
+}
+
+// A rank that never has to wait still looks for signals and deadlines, however much it reads.
+TEST(SingleCopy, aDeadlineEndsTheWaitBetweenPieces) {
+  const ScopedEnv singleCopy("MYCOLL_SINGLE_COPY", "on");
+  runProcesses(2, [](Communicator& group) {
+    constexpr size_t kBytes = size_t{1} << 30;
+    const std::unique_ptr<char[]> untouched(new char[kBytes]);
+    Call broadcast = call(OpKind::kBroadcast);
+    broadcast.root = 0;
+    broadcast.out = {{untouched.get(), SingleCopy::kLeastBytes}};
+    ASSERT_OK(run(group, broadcast));
+    broadcast.out = {{untouched.get(), kBytes}};
+    readsSlowly = group.rank() == 1;
+    const OpPtr op = group.submit(std::move(broadcast), nullptr, /*willWait=*/true);
+    if (readsSlowly) {
+      EXPECT_EQ(group.wait(op, Deadline::after(std::chrono::milliseconds(1))).code(),
+                Code::kTimeout);
+      EXPECT(!op->done());
+      group.abort("it has seen enough");
+    }
+    EXPECT_EQ(group.wait(op, Deadline::never()).code(), Code::kAborted);
+    EXPECT(group.rank() == 0 || readsOfOthers < 600);
   });
 }
 

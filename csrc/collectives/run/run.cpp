@@ -141,7 +141,7 @@ class Chunk {
           const uint64_t rounds = isForArea ? group_.arena->roundsBefore(number_) : number_ + 1;
           if (rounds == 0) break;  // earlier collectives have left it free
           ranksOfHost_.emplace(*group_.arena, counterOf(step.mark), rounds);
-          if (!ranksOfHost_->ready() || (!isForArea && !haveMet)) return &*ranksOfHost_;
+          if (!ranksOfHost_->isReached() || (!isForArea && !haveMet)) return &*ranksOfHost_;
           ranksOfHost_.reset();
           break;
         }

@@ -30,6 +30,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/call.h"
@@ -186,14 +187,26 @@ class AllArrived final : public Condition {
   bool hasMet_ = false;
 };
 
-// Ready when one rank, or all of them, have completed this many rounds.
-class RoundReached final : public Condition {
+// Ready at the second look. A rank that never has to wait, because it is the slowest, pauses
+// between pieces of its work: its thread can look for signals, deadlines and the events of other
+// groups.
+class Pause : public Condition {
+ public:
+  bool ready() override { return std::exchange(isLookedAt_, true); }
+
+ private:
+  bool isLookedAt_ = false;
+};
+
+// Ready when one rank, or all of them, have completed this many rounds; a Pause in any case.
+class RoundReached final : public Pause {
  public:
   RoundReached(const Arena& arena, int rank, Counter counter, uint64_t rounds)
       : arena_(arena), counter_(counter), rounds_(rounds), next_(rank), end_(rank + 1) {}
   RoundReached(const Arena& arena, Counter counter, uint64_t rounds)
       : arena_(arena), counter_(counter), rounds_(rounds), next_(0), end_(arena.ranks()) {}
-  bool ready() override {
+  bool ready() override { return Pause::ready() && isReached(); }
+  bool isReached() {
     while (next_ < end_ && (next_ == arena_.rank() || arena_.has(next_, counter_, rounds_))) {
       ++next_;
     }

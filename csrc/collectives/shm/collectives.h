@@ -44,6 +44,9 @@ Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer);
 // After Arena::beginBlob(): arrives, and waits for all ranks. Fails if one makes another call.
 Task shmArrive(ShmGroup group, size_t blobBytes, uint64_t rounds = 0, bool isOffer = false);
 
+// Between two pieces of a long call that waits for nothing. Fails if the group has failed.
+Task shmPause(ShmGroup group);
+
 // Prepares what the offers need, and begins the call again.
 Task shmAgain(ShmGroup group, const Call& call, PeerMemory::News news);
 // Makes the call both ways, on scratch memory, and chooses the faster one for this kind and

@@ -84,7 +84,26 @@ class ReadInTime final : public Condition {
   const bool areAlive_;
 };
 
+Task readOffer(ShmGroup group, int rank, size_t index, Span to, bool isStreaming) {
+  constexpr size_t kPieceBytes = 1024 * 1024;
+  const uint64_t pieces = roundsFor(to.bytes, kPieceBytes);
+  for (uint64_t i = 0; i < pieces; ++i) {
+    if (i > 0) MYCOLL_CO_RETURN_IF_ERROR(co_await shmPause(group));
+    const Span part = piece(to, i, kPieceBytes);
+    if (group.memory.read(group.arena, rank, index, i * kPieceBytes, part, isStreaming)) continue;
+    Status status = co_await group.memory.unreadable(group, rank);
+    co_return status;
+  }
+  co_return Status();
+}
+
 }  // namespace
+
+Task shmPause(ShmGroup group) {
+  Pause pause;
+  co_await pause;
+  co_return group.arena.failure();
+}
 
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   Arena& arena = group.arena;
@@ -233,10 +252,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     const int rank = (self + step) % arena.ranks();
     const Span target = plan.from(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    if (!group.memory.read(arena, rank, 0, 0, target, isStreaming)) {
-      Status status = co_await group.memory.unreadable(group, rank);
-      co_return status;
-    }
+    MYCOLL_CO_RETURN_IF_ERROR(co_await readOffer(group, rank, 0, target, isStreaming));
   }
 
   const uint64_t rounds = maxRounds(arena);
@@ -370,10 +386,8 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const int rank = (self + step) % ranks;
     const Span target = incoming(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    if (!group.memory.read(arena, rank, static_cast<size_t>(self), 0, target, isStreaming)) {
-      Status status = co_await group.memory.unreadable(group, rank);
-      co_return status;
-    }
+    const auto index = static_cast<size_t>(self);
+    MYCOLL_CO_RETURN_IF_ERROR(co_await readOffer(group, rank, index, target, isStreaming));
   }
 
   const uint64_t rounds = maxRounds(arena);

@@ -148,7 +148,10 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
              part.bytes / call.elementBytes, ranks, isStreaming);
       done += part.bytes;
     }
-    if (!isAll) continue;
+    if (!isAll) {
+      MYCOLL_CO_RETURN_IF_ERROR(co_await shmPause(group));
+      continue;
+    }
     arena.publish(Counter::kReduced, round + 1);
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;

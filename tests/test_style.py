@@ -111,7 +111,7 @@ def test_locks_can_be_checked_by_clang() -> None:
 def test_children_of_a_fork_have_locks_of_their_own() -> None:
     """A static with a lock is made by perProcess() (base/os.h): another thread may hold the lock
     while this one forks. SharedHeap's is held during a fork."""
-    lock = r"(std::mutex|Mutex) \w+;"
+    lock = r"(std::mutex|Mutex) (\w+;|\{)"
     for path in CSRC.rglob("*.cpp"):
         source = path.read_text()
         assert not re.search(rf"static {lock}|static \w+\* const \w+ = new Mutex\b", source), path

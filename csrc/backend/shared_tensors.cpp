@@ -15,9 +15,7 @@ namespace {
 
 thread_local int depth = 0;
 
-struct Opening {
-  Mutex mutex;
-};
+struct Opening : Mutex {};
 
 class SharedAllocator final : public c10::Allocator {
  public:
@@ -39,7 +37,7 @@ class SharedAllocator final : public c10::Allocator {
   }
 
   void open() {
-    const MutexLock lock(perProcess<Opening>().mutex);
+    const MutexLock lock(perProcess<Opening>());
     c10::Allocator* const current = c10::GetCPUAllocator();
     if (current != this && !asksThis(current)) {
       former_ = current;

@@ -60,9 +60,7 @@ ssize_t writeNow(int fd, const char* data, size_t bytes) {
 }
 
 // The lock of this process: another thread may hold the parent's while this one forks.
-struct SinkLock {
-  Mutex mutex;
-};
+struct SinkLock : Mutex {};
 
 // The destination of lines. Never destroyed: helper threads may log during static destruction.
 class Sink {
@@ -159,7 +157,7 @@ class Sink {
     }
   }
 
-  Mutex& mutex_ = perProcess<SinkLock>().mutex;
+  Mutex& mutex_ = perProcess<SinkLock>();
   std::string pattern_ GUARDED_BY(mutex_);
   // False: the file has to be opened before the next line.
   bool isResolved_ GUARDED_BY(mutex_) = false;

@@ -20,9 +20,7 @@ constexpr const char* kSoname = "libnccl.so.2";
 std::atomic<const Library*> theLibrary{nullptr};
 
 // One thread searches, the others wait for its result.
-struct Search {
-  Mutex mutex;
-};
+struct Search : Mutex {};
 
 // The file that holds the function; empty when the linker does not know.
 std::string fileOf(void* function) {
@@ -135,7 +133,7 @@ const Library* Library::loaded() { return theLibrary.load(std::memory_order_acqu
 Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
-  const MutexLock lock(perProcess<Search>().mutex);
+  const MutexLock lock(perProcess<Search>());
   *library = loaded();
   if (*library != nullptr) return {};
 

@@ -49,6 +49,11 @@ OTHER_LOCKS = {
     "transport/io_lock.h",
 }
 
+# These need symbols of glibc or libstdc++ that manylinux_2_28 lacks.
+NEWER_THAN_THE_WHEEL = (
+    r"#include <(barrier|filesystem|format|future|latch|semaphore|stop_token|syncstream)>|call_once"
+)
+
 CPP, PYTHON = ("*.h", "*.cpp", "*.inc"), ("*.py",)
 
 
@@ -82,6 +87,7 @@ def test_no_decision_reads_the_text_of_a_message() -> None:
         (r"\b(TODO|FIXME|XXX|HACK)\b", [CSRC, PACKAGE, BENCHMARKS], CPP + PYTHON),
         (r"^\s*throw (?!std::bad_alloc|;)", BELOW_TORCH, CPP),  # errors are a Status there
         (r"\bmutex\b", [CSRC / "kernels"], CPP),  # ./dev lint does not check locks there
+        (NEWER_THAN_THE_WHEEL, [CSRC], CPP),
         (LONG_SLEEPS, [ROOT / "tests" / name for name in ("cpp", "jobs")], CPP + PYTHON),
         (LONG_SLEEPS, [ROOT / "tests"], ("test_*.py",)),
     ],
@@ -89,6 +95,7 @@ def test_no_decision_reads_the_text_of_a_message() -> None:
         "no open tasks",
         "no exceptions below device",
         "no locks in kernels",
+        "nothing that the systems of the wheel lack",
         "no long sleep in jobs and tests of C++",
         "no long sleep in tests",
     ],

@@ -1,12 +1,15 @@
 #include "engine/timed_store.h"
 
 #include <algorithm>
-#include <future>
+#include <atomic>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "base/mutex.h"
 #include "base/os.h"
+#include "base/task.h"
 #include "base/wait.h"
 
 namespace mycoll {
@@ -20,22 +23,32 @@ constexpr auto kLastCalls = std::chrono::milliseconds(500);
 TimedStore::Answer TimedStore::ask(const std::string& key,
                                    const std::function<void(Store&, Answer*)>& request) {
   if (!failure_.ok()) return {failure_, false, ""};
-  const auto call = [store = store_, request] {
+  struct Asked {
     Answer answer;
-    request(*store, &answer);
-    return answer;
+    std::atomic<bool> isAnswered{false};
+    Wakeup wakeup;
   };
-  std::packaged_task<Answer()> task(call);
-  std::future<Answer> answer = task.get_future();
+  const auto asked = std::make_shared<Asked>();
+  const auto call = [asked, store = store_, request] {
+    try {
+      request(*store, &asked->answer);
+    } catch (const std::bad_alloc&) {
+      asked->answer.status = detail::outOfMemory();
+    }
+    asked->isAnswered.store(true, std::memory_order_release);
+    asked->wakeup.notify();
+  };
   try {
     const SignalsBlocked blocked;
-    std::thread(std::move(task)).detach();
+    std::thread(call).detach();
   } catch (const std::system_error&) {  // there can be no more threads
-    return call();
+    call();
   }
   const Deadline last = Deadline::after(kLastCalls);
   const Deadline end = deadline_ < last ? last : deadline_;
-  while (answer.wait_for(std::min(kWaitTick, end.remaining())) != std::future_status::ready) {
+  while (!asked->isAnswered.load(std::memory_order_acquire)) {
+    asked->wakeup.wait(std::min(kWaitTick, end.remaining()));
+    if (asked->isAnswered.load(std::memory_order_acquire)) break;
     wasInterrupted_ |= isSignalled_ && isSignalled_();
     if (wasInterrupted_) return {interrupted(), false, ""};
     if (!end.expired()) continue;
@@ -46,7 +59,7 @@ TimedStore::Answer TimedStore::ask(const std::string& key,
                                           key + "'). Its server is stopped or cannot be reached");
     return {failure_, false, ""};
   }
-  return answer.get();
+  return std::move(asked->answer);
 }
 
 Status TimedStore::set(const std::string& key, const std::string& value) {

@@ -36,6 +36,17 @@ class SignalsBlocked {
 template <typename T>
 inline std::atomic<T*> processInstance{nullptr};
 
+// Separate from perProcess(), so that its small callers, which run often, do not contain it.
+template <typename T>
+[[gnu::noinline, gnu::cold]] T& makeForProcess() {
+  auto own = std::make_unique<T>();
+  pthread_atfork(nullptr, nullptr, [] {
+    if (T* const parents = processInstance<T>.load()) new (parents) T;
+  });
+  T* first = nullptr;
+  return processInstance<T>.compare_exchange_strong(first, own.get()) ? *own.release() : *first;
+}
+
 // The single T of this process, for state that all groups share: made at first use and never
 // destroyed, as it may be used during static destruction. A forked child starts with a new T; the
 // parent's refers to threads that the child does not have, and may be locked.
@@ -46,13 +57,8 @@ inline std::atomic<T*> processInstance{nullptr};
 // that another thread was making.
 template <typename T>
 T& perProcess() {
-  T* made = processInstance<T>.load(std::memory_order_acquire);
-  if (made) return *made;
-  auto own = std::make_unique<T>();
-  pthread_atfork(nullptr, nullptr, [] {
-    if (T* const parents = processInstance<T>.load()) new (parents) T;
-  });
-  return processInstance<T>.compare_exchange_strong(made, own.get()) ? *own.release() : *made;
+  T* const made = processInstance<T>.load(std::memory_order_acquire);
+  return made ? *made : makeForProcess<T>();
 }
 
 }  // namespace mycoll
